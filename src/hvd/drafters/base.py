@@ -1,0 +1,51 @@
+"""The interface of a drafter: what the engine asks of the suffix cache, an EAGLE3 head, or a user's own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from hvd.types import Arm, Draft, Float32Array, Int32Array
+
+
+class Drafter(ABC):
+    """Makes drafts for many live requests. One instance an engine; calls come from one thread.
+
+    The life of a request: `open` once, then `observe` for every stretch of committed tokens (the prompt's
+    included), whichever arm supplied them, `propose` when asked, `close` once. Engine-made request keys are
+    unique for ever, so a caller's reused id never meets old state.
+
+    A drafter never sees the target's noise, and may propose anything, a wrong or even an invalid token:
+    the walk decides. It must not depend on anything but the committed text for its correctness.
+    """
+
+    arm: ClassVar[Arm]
+
+    @abstractmethod
+    def open(self, key: int, scope: str = "") -> None:
+        """Start a request. `scope` names the tenant or session whose history it may share; "" shares with none."""
+
+    @abstractmethod
+    def observe(self, key: int, tokens: Int32Array, hidden: Float32Array | None, *, prompt: bool) -> None:
+        """Take in committed tokens.
+
+        tokens   int32 [n]          in order, directly behind those seen before
+        hidden   float32 [n, A*H]   row i is the target's auxiliary hidden state of the token *before* tokens[i], the pair
+                                    that an EAGLE3 head eats. (The last committed token has no state yet: the next pass
+                                    computes it.) The row of a request's very first token is zeros and is to be ignored.
+                                    None when no drafter of the engine wants them.
+        prompt   True for prompt tokens, False for generated ones
+        """
+
+    @abstractmethod
+    def propose(self, key: int, room: int) -> Draft | None:
+        """Draft at most `room` tokens behind the committed text; None when there is nothing to offer."""
+
+    @abstractmethod
+    def close(self, key: int, *, keep: bool) -> None:
+        """End a request and free its state. `keep`: its response may serve later requests of its scope."""
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether `observe` needs the target's hidden states."""
+        return False
