@@ -23,7 +23,8 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 WORD_CHAT_TEMPLATE = (
@@ -56,8 +57,8 @@ def make_tiny(
     """Write a random model of `family` and return its directory.
 
     head_dim   None: hidden // heads (left out of the config where the family allows that)
-    qkv_bias   None: as the family has it (True for qwen2). For llama and qwen3, o_proj gets a bias too, as in transformers
-    rope       rope_scaling as in a config, theta beside it; a dict with "rope_theta" is written as `rope_parameters`, the newer form
+    qkv_bias   None: as the family has it (True for qwen2). For llama and qwen3, o_proj gets a bias too
+    rope       `rope_scaling` as in a config; a dict with "rope_theta" is written as the newer `rope_parameters`
     spread     standard deviation of a linear layer's outputs for unit inputs; larger = clearer gaps
     eos        end-of-sequence id or ids; None = the model has none
     dtype      of the stored weights: "float32", "float16" or "bfloat16"
@@ -92,7 +93,9 @@ def make_tiny(
         config["head_dim"] = dim
     tensors = _weights(config, dim, bias, seed, spread)
     _write_json(path / "config.json", config)
-    _write_json(path / "generation_config.json", {"bos_token_id": None, "eos_token_id": eos, "do_sample": False})
+    _write_json(
+        path / "generation_config.json", {"bos_token_id": None, "eos_token_id": eos, "do_sample": False}
+    )
     _write_safetensors(path / "model.safetensors", tensors, dtype)
     _write_tokenizer(path, vocab, eos)
     return path
@@ -114,32 +117,39 @@ def _rope_options(rope: dict[str, Any] | None) -> dict[str, Any]:
     return {"rope_theta": 10000.0, "rope_scaling": rope}
 
 
-def _weights(config: dict[str, Any], dim: int, bias: bool, seed: int, spread: float) -> dict[str, Float32Array]:
-    """All tensors by their Hugging Face names. The embedding is small, so that no token's own row rules a tied output."""
+def _weights(
+    config: dict[str, Any], dim: int, bias: bool, seed: int, spread: float
+) -> dict[str, Float32Array]:
+    """All tensors by their Hugging Face names.
+
+    Queries and keys are larger still: sharp attention keeps old tokens in play, so that greedy text
+    does not loop at once.
+    """
     rng = np.random.default_rng(seed)
     family, hidden, vocab = config["model_type"], config["hidden_size"], config["vocab_size"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     tensors: dict[str, Float32Array] = {}
 
-    def linear(name: str, rows: int, columns: int, *, with_bias: bool = False) -> None:
-        tensors[name + ".weight"] = rng.normal(0, spread / np.sqrt(columns), (rows, columns)).astype(np.float32)
+    def linear(name: str, rows: int, columns: int, *, with_bias: bool = False, scale: float = 1.0) -> None:
+        deviation = spread * scale / np.sqrt(columns)
+        tensors[name + ".weight"] = rng.normal(0, deviation, (rows, columns)).astype(np.float32)
         if with_bias:
             tensors[name + ".bias"] = rng.normal(0, 0.5, rows).astype(np.float32)
 
-    def norm(name: str, size: int) -> None:
-        tensors[name + ".weight"] = rng.uniform(0.6, 1.4, size).astype(np.float32)
+    def norm(name: str, size: int, scale: float = 1.0) -> None:
+        tensors[name + ".weight"] = (scale * rng.uniform(0.6, 1.4, size)).astype(np.float32)
 
-    tensors["model.embed_tokens.weight"] = rng.normal(0, 0.5, (vocab, hidden)).astype(np.float32)
+    tensors["model.embed_tokens.weight"] = rng.normal(0, 1, (vocab, hidden)).astype(np.float32)
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         norm(layer + "input_layernorm", hidden)
         norm(layer + "post_attention_layernorm", hidden)
-        for part, rows in (("q", q), ("k", kv), ("v", kv)):
-            linear(layer + f"self_attn.{part}_proj", rows, hidden, with_bias=bias)
+        for part, rows, scale in (("q", q, 1.5), ("k", kv, 1.5), ("v", kv, 1.0)):
+            linear(layer + f"self_attn.{part}_proj", rows, hidden, with_bias=bias, scale=scale)
         linear(layer + "self_attn.o_proj", hidden, q, with_bias=bias and family != "qwen2")
         if family == "qwen3":
-            norm(layer + "self_attn.q_norm", dim)
-            norm(layer + "self_attn.k_norm", dim)
+            norm(layer + "self_attn.q_norm", dim, spread)
+            norm(layer + "self_attn.k_norm", dim, spread)
         mlp_bias = config.get("mlp_bias", False)
         linear(layer + "mlp.gate_proj", config["intermediate_size"], hidden, with_bias=mlp_bias)
         linear(layer + "mlp.up_proj", config["intermediate_size"], hidden, with_bias=mlp_bias)
