@@ -1,0 +1,1 @@
+"""Traces: what requests did, written to and read from Parquet."""

@@ -1,0 +1,1 @@
+"""Training and replay on traces: states, labels, predictors, simulated policies."""
