@@ -93,9 +93,7 @@ def make_tiny(
         config["head_dim"] = dim
     tensors = _weights(config, dim, bias, seed, spread)
     _write_json(path / "config.json", config)
-    _write_json(
-        path / "generation_config.json", {"bos_token_id": None, "eos_token_id": eos, "do_sample": False}
-    )
+    _write_json(path / "generation_config.json", {"bos_token_id": None, "eos_token_id": eos, "do_sample": False})
     _write_safetensors(path / "model.safetensors", tensors, dtype)
     _write_tokenizer(path, vocab, eos)
     return path
@@ -117,9 +115,7 @@ def _rope_options(rope: dict[str, Any] | None) -> dict[str, Any]:
     return {"rope_theta": 10000.0, "rope_scaling": rope}
 
 
-def _weights(
-    config: dict[str, Any], dim: int, bias: bool, seed: int, spread: float
-) -> dict[str, Float32Array]:
+def _weights(config: dict[str, Any], dim: int, bias: bool, seed: int, spread: float) -> dict[str, Float32Array]:
     """All tensors by their Hugging Face names.
 
     Queries and keys are larger still: sharp attention keeps old tokens in play, so that greedy text

@@ -53,9 +53,7 @@ def cos_sin(
     frequencies, factor = inverse_frequencies(rope, head_dim, context_limit)
     steps = np.asarray(positions, dtype=np.float64)[:, None]  # [n, 1]
     if rope.kind == "dynamic":
-        frequencies = _dynamic(
-            rope, head_dim, rope.original_positions or context_limit, steps
-        )  # [n, head_dim / 2]
+        frequencies = _dynamic(rope, head_dim, rope.original_positions or context_limit, steps)  # [n, head_dim / 2]
     angles = steps * frequencies
     return np.cos(angles) * factor, np.sin(angles) * factor
 
