@@ -20,7 +20,9 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} must be an integer, got {value!r}")
     if value < low or (high is not None and value > high):
-        raise ConfigError(f"{name} must be at least {low}" + (f" and at most {high}" if high is not None else "") + f", got {value}")
+        raise ConfigError(
+            f"{name} must be at least {low}" + (f" and at most {high}" if high is not None else "") + f", got {value}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class Draft:
     All arrays have one entry a node, n nodes.
 
     tokens          int32 [n]    proposed token ids
-    parents         int32 [n]    index of the parent node, always smaller than the node's own; ROOT (-1) = last committed token
+    parents         int32 [n]    index of the parent node, smaller than the node's own; ROOT (-1) = last committed token
     probs           float32 [n]  the drafter's own estimate of P(node accepted | parent accepted), in [0, 1]
     arm             who made it
     score           the drafter's own score of the whole draft (suffix cache: sum of running products of probs)
@@ -157,7 +157,8 @@ class StepRecord:
     arm           arm that was verified
     drafted       draft tokens verified (nodes of the tree)
     accepted      accepted draft tokens that were emitted
-    committed     tokens committed and emitted (accepted + bonus; fewer when a stop cut the cycle short)
+    committed     tokens committed and emitted, accepted + 1. (When a request ends on a draft token, that one is counted
+                  as the bonus: so tokens emitted = cycles + accepted, exactly, always.)
     width         verify width, positions computed for this request
     offered       length of the cache draft on offer, verified or not
     match_len     its match length
@@ -193,7 +194,7 @@ class ArmStats:
 
 @dataclass(slots=True)
 class RequestStats:
-    """Totals over a request. `committed == cycles + accepted` unless a stop cut the last cycle short."""
+    """Totals over a request. `committed == cycles + accepted`, exactly."""
 
     prompt_tokens: int = 0
     cycles: int = 0

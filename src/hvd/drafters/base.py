@@ -7,6 +7,8 @@ from typing import ClassVar
 
 from hvd.types import Arm, Draft, Float32Array, Int32Array
 
+NO_LIMIT = 2**31 - 1
+
 
 class Drafter(ABC):
     """Makes drafts for many live requests. One instance an engine; calls come from one thread.
@@ -44,6 +46,14 @@ class Drafter(ABC):
     @abstractmethod
     def close(self, key: int, *, keep: bool) -> None:
         """End a request and free its state. `keep`: its response may serve later requests of its scope."""
+
+    def limit(self, key: int) -> int:
+        """Most tokens that `propose` could draft now, however much room there is."""
+        return NO_LIMIT
+
+    def backlog(self, key: int) -> int:
+        """Committed tokens that the drafter still has to work through before it can draft."""
+        return 0
 
     @property
     def wants_hidden(self) -> bool:

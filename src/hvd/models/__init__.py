@@ -1,0 +1,1 @@
+"""Target models and the EAGLE3 head."""

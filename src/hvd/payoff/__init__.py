@@ -1,0 +1,1 @@
+"""Will a draft pay? Features, predictors, costs, policies."""

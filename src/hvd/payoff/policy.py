@@ -52,6 +52,8 @@ class Policy(ABC):
     """Chooses an arm and a length for every request of a batch. One instance an engine."""
 
     name: ClassVar[str]
+    uses: ClassVar[frozenset[Arm]] = frozenset({Arm.CACHE, Arm.EAGLE3})
+    """Arms the policy may choose besides plain; drafters that it does not use are not run for its requests."""
 
     @abstractmethod
     def choose(self, situations: Sequence[Situation], cost: CostModel) -> list[Choice]:

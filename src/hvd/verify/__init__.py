@@ -1,0 +1,1 @@
+"""Verification: the sampler and the walk."""
