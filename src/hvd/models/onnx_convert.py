@@ -1,0 +1,95 @@
+"""Turns a checkpoint into an ONNX graph with packed weights, once, in the cache of `onnx_cache`.
+
+What becomes of a checkpoint's weights, by the format asked for ("int4", "int8", "fp32"):
+    linear layers   blocks of 32 in that format. GGUF's Q4_0 (int4) and Q8_0 (int8) carry over bit for bit; everything
+                    else is dequantized and rounded anew, which makes the converted model a slightly different one from
+                    the checkpoint. That model is the target: decoding it is lossless.
+    embedding       int8 for int4 and int8 models (a lookup costs no arithmetic, so there is nothing to gain from 4 bits)
+    norms, biases   float32
+`Converted.quantization` counts what was done.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from hvd.errors import CheckpointError, ConfigError
+from hvd.models.checkpoint import Checkpoint
+from hvd.models.onnx_cache import FORMATS, Converted, describe, directory_of, find, publish
+from hvd.models.onnx_decoder import build_decoder
+from hvd.models.onnx_graph import GraphBuilder, Weight
+from hvd.models.onnx_weights import carry_over, quantize
+from hvd.types import Float32Array
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share done, 0 to 1."""
+
+
+def convert(checkpoint: Checkpoint, weights: str, progress: Progress | None = None) -> Converted:
+    """Convert unless that was done before. Raises ConfigError for an unknown weight format, CheckpointError when the
+    cache can't be written.
+    """
+    if weights not in FORMATS:
+        raise ConfigError(f"weights must be one of {', '.join(FORMATS)}, got {weights!r}")
+    known = find(checkpoint.fingerprint, weights)
+    if known is not None:
+        return known
+    final = directory_of(checkpoint.fingerprint, weights)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=final.parent) as parent:
+            fresh = Path(parent) / "model"
+            fresh.mkdir()
+            write(fresh, checkpoint, weights, progress or (lambda what, share: None))
+            publish(fresh, final, checkpoint.fingerprint, weights)
+    except OSError as error:
+        raise CheckpointError(f"can't write the converted model to {final.parent} ({error}); set HVD_CACHE to another place") from error
+    done = find(checkpoint.fingerprint, weights)
+    if done is None:
+        raise CheckpointError(f"the converted model in {final} is not as written; remove that directory and try again")
+    return done
+
+
+def write(directory: Path, checkpoint: Checkpoint, weights: str, progress: Progress) -> None:
+    """Write all files of a conversion into an empty directory."""
+    source = Weights(checkpoint, weights)
+    with GraphBuilder(directory) as builder:
+        for done, what in enumerate(build_decoder(builder, checkpoint.config, source)):
+            progress(what, done / (checkpoint.config.num_layers + 2))
+        builder.save(checkpoint.name)
+    checkpoint.tokenizer().save(directory)
+    describe(Converted(directory, checkpoint.config, checkpoint.name, checkpoint.fingerprint, weights, source.fates))
+    progress("done", 1.0)
+
+
+class Weights:
+    """Tensors of a checkpoint in the format asked for; counts what became of them."""
+
+    def __init__(self, checkpoint: Checkpoint, weights: str) -> None:
+        self.checkpoint = checkpoint
+        self.weights = weights
+        self.fates: dict[str, int] = {}
+
+    def plain(self, name: str) -> Float32Array:
+        return np.ascontiguousarray(self.checkpoint.tensor(name), np.float32)
+
+    def matrix(self, name: str, bits: int | None = None) -> Weight:
+        """A linear layer's or an embedding's matrix; `bits` when it is to differ from the model's format."""
+        if self.weights == "fp32":
+            return self.plain(name)
+        bits = bits or (4 if self.weights == "int4" else 8)
+        raw = self.checkpoint.quantized(name)
+        if raw is not None:
+            same = carry_over(raw.data, raw.kind, *raw.shape)
+            if same is not None and same.bits == bits:
+                return self._count(f"{raw.kind} carried over", same)
+        kind = raw.kind if raw is not None else "floats"
+        return self._count(f"{kind} rounded to {bits} bits", quantize(self.plain(name), bits))
+
+    def _count(self, fate: str, weight: Weight) -> Weight:
+        self.fates[fate] = self.fates.get(fate, 0) + 1
+        return weight
