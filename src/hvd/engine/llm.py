@@ -70,14 +70,15 @@ class Stream(Iterator[Piece]):
 
     def __next__(self) -> Piece:
         """The next committed token. Raises what ended the request, if anything but a stop did."""
-        while self._given >= len(self.request.pieces):
-            if self.request.done:
-                if self.request.error is not None:
-                    raise self.request.error
-                raise StopIteration
-            self._llm.step()
-        self._given += 1
-        return self.request.pieces[self._given - 1]
+        with self._llm.lock:
+            while self._given >= len(self.request.pieces):
+                if self.request.done:
+                    if self.request.error is not None:
+                        raise self.request.error
+                    raise StopIteration
+                self._llm.engine.step()
+            self._given += 1
+            return self.request.pieces[self._given - 1]
 
     def cancel(self) -> bool:
         """End the request; what was committed stays readable. False if it had ended already."""
@@ -168,7 +169,7 @@ class LLM:
         self.cost = cost
         self.drafters = drafters
         self._classes = tokenizer.token_classes() if tokenizer is not None else History.UNKNOWN_CLASSES
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
         def build(name: str) -> Policy:
             return make_policy(name, predictor=predictor)
@@ -240,16 +241,16 @@ class LLM:
 
     def step(self) -> None:
         """One step of the engine, for all live requests."""
-        with self._lock:
+        with self.lock:
             self.engine.step()
 
     def cancel(self, request: Request) -> bool:
         """End a request. False if it has ended already."""
-        with self._lock:
+        with self.lock:
             return self.engine.cancel(request)
 
     def _submit(self, request: Request) -> Stream:
-        with self._lock:
+        with self.lock:
             self.engine.add(request)
         return Stream(self, request)
 
