@@ -1,14 +1,30 @@
-"""Policies: given what is on offer, which draft to verify, and how much of it. (Interface; the policies are below.)"""
+"""Policies: given what is on offer, which draft to verify, and how much of it. The interface, and one by name.
+
+    plain       never a draft                                                                            rules.py
+    cache       the whole cache draft whenever there is one
+    eagle3      the head whenever there is one
+    any-match   any cache draft, else the head, else plain
+    match-len   the cache draft when its match length is at least a threshold (4), else the head, else plain
+    score       the same with the suffix score (3)
+    hvd-paper   the paper's: predicted payoff above tau (6), else the head, else plain                   paper.py
+    hvd         ours: arm and length with the most expected tokens a second; plain is an arm             hybrid.py
+
+A threshold may be part of the name: "match-len:5". Others register in the entry-point group "hvd.policies".
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, ClassVar
 
+from hvd.errors import ConfigError
 from hvd.payoff.cost import CostModel
 from hvd.payoff.history import History
+from hvd.payoff.predictor import Predictor
 from hvd.types import Arm, Draft
 
 
@@ -55,9 +71,66 @@ class Policy(ABC):
     uses: ClassVar[frozenset[Arm]] = frozenset({Arm.CACHE, Arm.EAGLE3})
     """Arms the policy may choose besides plain; drafters that it does not use are not run for its requests."""
 
+    @classmethod
+    def make(cls, argument: str | None, predictor: Predictor | None, **options: Any) -> Policy:
+        """Build the policy for `make_policy`: `argument` is what stood behind the colon in its name.
+
+        As it stands: for policies that take neither an argument nor a predictor. Raises ConfigError.
+        """
+        if argument is not None:
+            raise ConfigError(f"policy {cls.name!r} takes no argument, got {argument!r}")
+        return cls(**options)
+
     @abstractmethod
     def choose(self, situations: Sequence[Situation], cost: CostModel) -> list[Choice]:
         """One choice a situation, in order. `length` never exceeds `room`, nor what the arm offers."""
 
     def observe(self, situation: Situation, choice: Choice, accepted: int) -> None:  # noqa: B027 - most policies do not learn
         """Told after the walk how many draft tokens were accepted. For policies that correct themselves online."""
+
+
+_GROUP = "hvd.policies"
+_BUILT_IN = {
+    "plain": "hvd.payoff.rules:Plain",
+    "cache": "hvd.payoff.rules:Cache",
+    "eagle3": "hvd.payoff.rules:Eagle3",
+    "any-match": "hvd.payoff.rules:AnyMatch",
+    "match-len": "hvd.payoff.rules:MatchLength",
+    "score": "hvd.payoff.rules:Score",
+    "hvd-paper": "hvd.payoff.paper:Paper",
+    "hvd": "hvd.payoff.hybrid:Hybrid",
+}
+
+
+def policy_names() -> list[str]:
+    """Names that `make_policy` knows: the built-in ones, then those of installed packages."""
+    return [*_BUILT_IN, *sorted({entry.name for entry in entry_points(group=_GROUP)} - set(_BUILT_IN))]
+
+
+def make_policy(name: str, *, predictor: Predictor | None = None, **options: Any) -> Policy:
+    """A policy by name, "name" or "name:argument".
+
+    predictor   for policies that use one: "hvd" a `SurvivalPredictor` (or none), "hvd-paper" a `ScalarPredictor`
+    options     keyword arguments of the policy's class
+
+    Raises ConfigError for an unknown name (naming those there are), a wrong argument or the wrong kind of predictor.
+    """
+    base, colon, argument = name.partition(":")
+    try:
+        return _policy_class(base).make(argument if colon else None, predictor, **options)
+    except TypeError as error:
+        raise ConfigError(f"policy {base!r}: {error}") from error
+
+
+def _policy_class(name: str) -> type[Policy]:
+    if name in _BUILT_IN:
+        module, _, attribute = _BUILT_IN[name].partition(":")
+        found = getattr(import_module(module), attribute)
+    else:
+        entries = entry_points(group=_GROUP, name=name)
+        if not entries:
+            raise ConfigError(f"unknown policy {name!r}, known are {', '.join(policy_names())}")
+        found = next(iter(entries)).load()
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise ConfigError(f"policy {name!r} must be a class derived from hvd.payoff.policy.Policy, got {found!r}")
+    return found
