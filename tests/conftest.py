@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,14 @@ from tiny import ARCHITECTURES, make_tiny
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QWEN_CODER = "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out (and count as deselected) the tests marked `cuda` where torch sees no CUDA device."""
+    cuda = [item for item in items if item.get_closest_marker("cuda")]
+    if cuda and not sys.modules["torch"].cuda.is_available():
+        items[:] = [item for item in items if item not in cuda]
+        config.hook.pytest_deselected(items=cuda)
 
 
 @pytest.fixture(scope="session")
