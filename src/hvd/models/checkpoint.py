@@ -1,0 +1,217 @@
+"""A checkpoint: configuration, weights, tokenizer and end-of-sequence ids of one model, wherever it came from.
+
+`load_checkpoint` opens a Hugging Face directory, a hub id or a GGUF file. Nothing here needs torch or transformers;
+files are mapped, and one tensor at a time is handed out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd.errors import CheckpointError, ModelError
+from hvd.models.config import ModelConfig
+from hvd.tokenizer import Tokenizer
+from hvd.types import Float32Array
+
+Shape = tuple[int, ...]
+
+HUB_PATTERNS = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors.index.json",
+    "model*.safetensors",
+]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_SAMPLES, _SAMPLE_BYTES = 4, 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedTensor:
+    """A matrix as a GGUF file holds it, in blocks along its rows.
+
+    kind     the block format: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K" or "Q6_K"
+    shape    (out, in), the floats it stands for
+    blocks   uint8 [out, blocks a row, bytes a block]
+    """
+
+    kind: str
+    shape: Shape
+    blocks: NDArray[np.uint8]
+
+
+class Checkpoint(ABC):
+    """One model's files, opened and checked. Tensor names are Hugging Face's ("model.layers.0.mlp.up_proj.weight").
+
+    name            for people: the checkpoint's own name, or its directory's or file's
+    config          shape of the decoder
+    fingerprint     hex sha256 of `config` and of every tensor's name, number format, shape and a sample of its bytes
+                    (four evenly spread stretches of 4 KiB; small tensors whole). Independent of where the files lie and
+                    how they are sharded. It tells models and fine-tunes apart, but is no protection against forgery.
+    eos_token_ids   ids that end a text
+    """
+
+    name: str
+    config: ModelConfig
+    fingerprint: str
+    eos_token_ids: tuple[int, ...]
+
+    @abstractmethod
+    def tensor(self, name: str) -> Float32Array:
+        """One tensor, float32, dequantized, in Hugging Face's layout. CheckpointError if there is none of that name."""
+
+    @abstractmethod
+    def quantized(self, name: str) -> QuantizedTensor | None:
+        """The raw blocks of a quantized matrix, rows in Hugging Face's order; None where the file has floats."""
+
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that comes with the model."""
+
+    def names(self) -> list[str]:
+        """Names of all tensors of the model; a tied model has no "lm_head.weight"."""
+        return list(expected_shapes(self.config))
+
+
+def load_checkpoint(source: str | Path) -> Checkpoint:
+    """Open a Hugging Face directory (safetensors), a .gguf file, or a hub id ("owner/name").
+
+    A hub id is downloaded into huggingface_hub's own cache, or found there; HF_HUB_OFFLINE is respected.
+    Raises UnsupportedModelError for what is not decoded here, CheckpointError for missing, torn or inconsistent files,
+    ModelError when nothing is found.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _load_directory(path, path.resolve().name)
+    if path.is_file():
+        return _load_file(path)
+    if _HUB_ID.fullmatch(str(source)) and path.suffix not in (".gguf", ".safetensors", ".bin"):
+        return _load_directory(_download(str(source)), str(source))
+    raise ModelError(
+        f"no model at '{source}': no such directory or file, and not a hub id; give a Hugging Face directory, "
+        "a .gguf file or a hub id such as 'owner/name'"
+    )
+
+
+def _load_directory(path: Path, name: str) -> Checkpoint:
+    from hvd.models.hf_checkpoint import HFCheckpoint
+
+    return HFCheckpoint(path, name)
+
+
+def _load_file(path: Path) -> Checkpoint:
+    from hvd.models.gguf_checkpoint import GGUFCheckpoint
+
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == b"GGUF" or path.suffix == ".gguf":
+        return GGUFCheckpoint(path)
+    if path.suffix == ".safetensors":
+        raise ModelError(f"{path} is one file of a checkpoint; give its directory, '{path.parent}'")
+    raise ModelError(
+        f"{path} is neither a GGUF file nor a directory; pickled weights (.bin, .pt) are not read, safetensors are needed"
+    )
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_PATTERNS))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"no model at '{hub_id}': no such directory, and as a hub id it is neither cached nor reachable ({reason})"
+        ) from error
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor that a decoder of this configuration has, with its shape, in the order of the forward pass."""
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    for layer in range(config.num_layers):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
+    shapes["model.norm.weight"] = (config.hidden_size,)
+    if not config.tied:
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears = {
+        "self_attn.q_proj": (q, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q, config.o_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    shapes: dict[str, Shape] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    for name, (rows, columns, bias) in linears.items():
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+    if config.qk_norm:
+        shapes |= {
+            "self_attn.q_norm.weight": (config.head_dim,),
+            "self_attn.k_norm.weight": (config.head_dim,),
+        }
+    return shapes
+
+
+def check_tensors(where: Path, config: ModelConfig, found: Mapping[str, Shape]) -> None:
+    """Compare all tensors with what the configuration asks for; one CheckpointError names everything that is wrong."""
+    expected = expected_shapes(config)
+    missing = [name for name in expected if name not in found]
+    extra = [name for name in found if name not in expected]
+    misshaped = [
+        f"{name} is {found[name]} instead of {shape}"
+        for name, shape in expected.items()
+        if found.get(name, shape) != shape
+    ]
+    faults = [
+        f"{len(names)} {what} ({_first(names)})"
+        for what, names in (("missing", missing), ("not part of the model", extra), ("mis-shaped", misshaped))
+        if names
+    ]
+    if faults:
+        hint = (
+            "; its configuration does not say that lm_head is tied to the embedding"
+            if "lm_head.weight" in missing
+            else ""
+        )
+        raise CheckpointError(f"{where}: tensors do not fit the configuration: {'; '.join(faults)}{hint}")
+
+
+def _first(names: list[str], count: int = 5) -> str:
+    return ", ".join(names[:count]) + (f", and {len(names) - count} more" if len(names) > count else "")
+
+
+def fingerprint_of(config: ModelConfig, tensors: Iterable[tuple[str, str, Shape, NDArray[Any]]]) -> str:
+    """Digest as `Checkpoint.fingerprint` describes it, of (name, number format, shape, bytes as uint8 [n])."""
+    digest = hashlib.sha256(repr(config).encode())
+    for name, kind, shape, data in sorted(tensors, key=lambda entry: entry[0]):
+        digest.update(f"\n{name} {kind} {shape}\n".encode())
+        if len(data) <= _SAMPLES * _SAMPLE_BYTES:
+            digest.update(data.tobytes())
+            continue
+        for start in np.linspace(0, len(data) - _SAMPLE_BYTES, _SAMPLES, dtype=np.int64).tolist():
+            digest.update(data[start : start + _SAMPLE_BYTES].tobytes())
+    return digest.hexdigest()
