@@ -43,12 +43,12 @@ class QuantizedTensor:
 
     kind     the block format: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K" or "Q6_K"
     shape    (out, in), the floats it stands for
-    blocks   uint8 [out, blocks a row, bytes a block]
+    data     uint8 [out, blocks a row, bytes a block]
     """
 
     kind: str
     shape: Shape
-    blocks: NDArray[np.uint8]
+    data: NDArray[np.uint8]
 
 
 class Checkpoint(ABC):
@@ -120,7 +120,7 @@ def _load_file(path: Path) -> Checkpoint:
     if path.suffix == ".safetensors":
         raise ModelError(f"{path} is one file of a checkpoint; give its directory, '{path.parent}'")
     raise ModelError(
-        f"{path} is neither a GGUF file nor a directory; pickled weights (.bin, .pt) are not read, safetensors are needed"
+        f"{path} is neither a GGUF file nor a directory; pickled weights (.bin, .pt) are not read, safetensors are"
     )
 
 
