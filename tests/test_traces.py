@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import stat
@@ -212,10 +213,10 @@ def test_a_foreign_schema_is_refused(tmp_path: Path) -> None:
         list(read_traces(tmp_path / "other.parquet"))
 
 
-def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path / "t", CLASSES[:50])
-    with pytest.raises(TraceError, match=r"response has a token id outside the vocabulary \[0, 50\)"):
-        writer.add(make_trace("a"))
+def test_negative_tokens_are_refused(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "t", CLASSES)
+    with pytest.raises(TraceError, match="trace a: its prompt has a negative token id"):
+        writer.add(dataclasses.replace(make_trace("a"), prompt=np.array([1, -1], np.int32)))
 
 
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:

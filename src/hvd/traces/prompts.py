@@ -77,9 +77,7 @@ def read_prompts(
         yield from _read_file(Path(path), split, limit, warn)
 
 
-def _read_file(
-    path: Path, split: str | None, limit: int | None, warn: Callable[[str], None]
-) -> Iterator[Prompt]:
+def _read_file(path: Path, split: str | None, limit: int | None, warn: Callable[[str], None]) -> Iterator[Prompt]:
     found = bad = 0
     for number, line in _lines(path):
         if limit is not None and found >= limit:

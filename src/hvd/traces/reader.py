@@ -56,9 +56,7 @@ def trace_files(paths: PathLike | Iterable[PathLike]) -> list[Path]:
     for path in paths:
         found = _expand(Path(path))
         if not found:
-            raise TraceError(
-                f"no trace files at {path}; give a .parquet file, a directory of them or a glob pattern"
-            )
+            raise TraceError(f"no trace files at {path}; give a .parquet file, a directory of them or a glob pattern")
         files.update(dict.fromkeys(found))
     return list(files)
 

@@ -158,9 +158,7 @@ def _token_lists(column: Any) -> list[Int32Array]:
     return [np.asarray(cell.values.to_numpy(zero_copy_only=False), np.int32) for cell in column]
 
 
-def _trace(
-    row: dict[str, Any], prompt: Int32Array, response: Int32Array, token_classes: NDArray[np.uint8]
-) -> Trace:
+def _trace(row: dict[str, Any], prompt: Int32Array, response: Int32Array, token_classes: NDArray[np.uint8]) -> Trace:
     steps = tuple(
         StepRecord(**{**step, "arm": Arm(step["arm"]), "times": CycleTimes(**step["times"])})
         for step in row.pop("steps")
