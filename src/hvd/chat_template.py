@@ -29,7 +29,7 @@ def render_chat(
 
     A template that knows no role "tool" gets such messages with the role "user".
     """
-    knows_tools = re.search(r"""['"](tool|ipython)['"]""", template) is not None
+    knows_tools = re.search(r"""['"]tool['"]""", template) is not None
     if tools and "tools" not in template:
         raise RequestError(
             "this model's chat template does not take tools; describe them in the system message"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -176,14 +177,13 @@ class _SpaceBetween(_Step):
         return out
 
 
+_FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
 def fallback_byte(token: str) -> int | None:
     """The byte that a SentencePiece token like "<0x0A>" stands for; None for other tokens."""
-    if len(token) != 6 or not token.startswith("<0x") or token[5] != ">":
-        return None
-    try:
-        return int(token[3:5], 16)
-    except ValueError:
-        return None
+    match = _FALLBACK_BYTE.fullmatch(token)
+    return None if match is None else int(match[1], 16)
 
 
 def make_stream(tokenizer: Tokenizer) -> _Stream:

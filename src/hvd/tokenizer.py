@@ -23,6 +23,7 @@ from hvd.errors import CheckpointError, RequestError
 __all__ = ["IncrementalDetokenizer", "TokenClass", "Tokenizer", "begin_and_end", "read_eos_token_ids"]
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 SPACE_MARK = "\u2581"
 
 
@@ -263,18 +264,19 @@ def _read_inner(path: Path) -> tokenizers.Tokenizer:
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Tokens that tokenizer_config.json knows and tokenizer.json does not (its ids are given in this order)."""
+    """Add the tokens that tokenizer_config.json knows and tokenizer.json does not."""
     known = {token.content for token in inner.get_added_tokens_decoder().values()}
-    described = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-    for _, token in described:
-        if token["content"] not in known:
-            flags = {
-                key: bool(token[key])
-                for key in ("lstrip", "rstrip", "single_word", "normalized", "special")
-                if key in token
-            }
-            inner.add_tokens([AddedToken(token["content"], **flags)])
-            known.add(token["content"])
+    described = config.get("added_tokens_decoder") or {}
+    for id_, token in sorted(described.items(), key=lambda item: int(item[0])):
+        content = token["content"]
+        if content not in known:
+            flags = {key: bool(token[key]) for key in _TOKEN_FLAGS if key in token}
+            inner.add_tokens([AddedToken(content, **flags)])
+            known.add(content)
+        if inner.token_to_id(content) != int(id_):
+            raise CheckpointError(
+                f"tokenizer_config.json gives token {content!r} the id {id_}, tokenizer.json {inner.token_to_id(content)}"
+            )
     inner.add_special_tokens(
         [AddedToken(text, normalized=False) for text in special.values() if text not in known]
     )

@@ -1,6 +1,7 @@
 """The tokenizer inside a GGUF file: byte-level BPE ("gpt2") or SentencePiece with byte fallback ("llama").
 
-Pre-tokenizers are those of the original models, which the file only names (tokenizer.ggml.pre).
+Pre-tokenizers are those of the original models, which the file only names (tokenizer.ggml.pre). Text is not normalized
+to NFC, although Qwen's own tokenizer.json is: no reader of GGUF files does, and text comes back from ids as it was.
 """
 
 from __future__ import annotations
@@ -117,8 +118,6 @@ def _byte_level(metadata: Metadata, tokens: list[str], kinds: list[int]) -> toke
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
     model = _bpe(tokens, kinds, merges, ignore_merges=pre in _LLAMA3_NAMES)
     inner = tokenizers.Tokenizer(model)
-    if pre == "qwen2":
-        inner.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in _SPLITS[pre]]
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
