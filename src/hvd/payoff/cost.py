@@ -86,7 +86,8 @@ class Surface:
             rows = [row + beyond * slope for row, slope in zip(rows, slopes, strict=True)]
         else:
             rows = [row * np.maximum(1, wanted / self.sizes[0]) for row in rows]
-        return np.array(rows)
+        table: Float64Array = np.maximum.accumulate(np.array(rows), axis=0)
+        return table
 
     def curve(self, limit: int, context: int) -> Float64Array:
         """Seconds at sizes 1..limit, float64 [limit]."""
@@ -114,13 +115,11 @@ class Surface:
 class _Deviation:
     """Log factors of a surface's sizes: one a grid size, interpolated between them."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], rate: float) -> None:
+        self._rate = rate
         self._sizes = np.array(sizes)
         self._logs = np.zeros(len(sizes))
         self._dense: Float64Array | None = np.ones(1)
-
-    def log(self, size: int) -> float:
-        return float(np.interp(size, self._sizes, self._logs))
 
     def factors(self, limit: int) -> Float64Array:
         """exp of the deviation at sizes 1..limit."""
@@ -136,7 +135,7 @@ class _Deviation:
         span = max(1, int(self._sizes[right] - self._sizes[left]))
         share = min(1.0, max(0.0, (size - int(self._sizes[left])) / span)) if right > left else 1.0
         for index, weight in ((left, 1.0 - share), (right, share)):
-            moved = self._logs[index] + _DEVIATION_RATE * weight * surprise
+            moved = self._logs[index] + self._rate * weight * surprise
             self._logs[index] = min(_DEVIATION_LIMIT, max(-_DEVIATION_LIMIT, moved))
         self._dense = None
 
@@ -145,7 +144,8 @@ class CostModel:
     """Seconds of a cycle's parts. Batches: see `verify_batch`.
 
     verify           a pass of one request by verify width and context
-    eagle3           drafting by length and context, one token of backlog included; None without a head
+    eagle3           drafting by length and context, one token of backlog included; None = not measured, then a token
+                     is taken to cost a quarter of the narrowest pass until drafts are observed
     backlog_seconds  seconds for each further token that the head has to catch up with
     overhead         seconds of a cycle outside the target and the head (gate, trie, sampling)
     min_width        narrowest pass the backend really computes: a narrower one costs as much
@@ -172,10 +172,11 @@ class CostModel:
         self.model = model
         self._verify = verify
         self._eagle3 = eagle3
+        self._head = eagle3 or Surface((1,), (0,), verify.seconds[:1, :1] / 4)
         self._backlog_seconds = backlog_seconds
         self._pace = 0.0
-        self._verify_deviation = _Deviation(verify.sizes)
-        self._eagle3_deviation = _Deviation(eagle3.sizes if eagle3 else (1,))
+        self._verify_deviation = _Deviation(verify.sizes, _DEVIATION_RATE)
+        self._head_deviation = _Deviation(self._head.sizes, _PACE_RATE)
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
@@ -219,11 +220,9 @@ class CostModel:
         return np.maximum.accumulate(curve)
 
     def eagle3_curve(self, limit: int, backlog: int, context: int) -> Float64Array:
-        """Seconds to draft 1..limit tokens with the head, float64 [limit]; infinite without a measured head."""
-        if self._eagle3 is None:
-            return np.full(limit, np.inf)
-        seconds = self._eagle3.curve(limit, context) + max(0, backlog - 1) * self._backlog_seconds
-        return seconds * self._eagle3_deviation.factors(limit) * math.exp(self._pace)
+        """Seconds to draft 1..limit tokens with the head, float64 [limit]."""
+        seconds = self._head.curve(limit, context) + max(0, backlog - 1) * self._backlog_seconds
+        return seconds * self._head_deviation.factors(limit) * math.exp(self._pace)
 
     def eagle3(self, length: int, backlog: int, context: int) -> float:
         """Seconds to catch up with `backlog` tokens and draft `length` tokens; 0 for length 0."""
@@ -243,9 +242,9 @@ class CostModel:
 
     def observe_eagle3(self, length: int, backlog: int, context: int, seconds: float) -> None:
         """Take in the measured seconds of a draft of the head."""
-        if self._eagle3 is None or length < 1 or not seconds > 0.0:
+        if length < 1 or not seconds > 0.0:
             return
-        self._eagle3_deviation.move(length, self._surprise(seconds, self.eagle3(length, backlog, context)))
+        self._head_deviation.move(length, self._surprise(seconds, self.eagle3(length, backlog, context)))
 
     def observe_overhead(self, seconds: float) -> None:
         """Take in the seconds that a cycle spent outside the target and the head."""
