@@ -49,7 +49,8 @@ def test_more_never_costs_less(sizes: tuple[int, ...], contexts: tuple[int, ...]
     ):
         cost.observe_verify([width], [context], seconds)
     curves = np.array([cost.verify_curve(350, c) for c in (0, 1, 50, 299, 1000, 20000)])
-    assert np.isfinite(curves).all() and (curves > 0).all()
+    assert np.isfinite(curves).all()
+    assert (curves > 0).all()
     assert (np.diff(curves, axis=1) >= 0).all()
     assert (np.diff(curves, axis=0) >= -1e-12).all()
 
@@ -87,7 +88,8 @@ def test_batches() -> None:
     assert together.verify_batch([4, 4], [32, 32]) == pytest.approx(together.verify(8, 32))
     assert together.verify_batch([9], [900]) == pytest.approx(together.verify(9, 900))
     curve = together.batch_curve(40, [32, 32])
-    assert curve[7] == pytest.approx(together.verify(8, 32)) and (np.diff(curve) >= 0).all()
+    assert curve[7] == pytest.approx(together.verify(8, 32))
+    assert (np.diff(curve) >= 0).all()
 
 
 def test_head_costs() -> None:
@@ -222,4 +224,5 @@ def test_torn_missing_and_other_machines_files_are_refused(tmp_path: Path) -> No
 
 
 def test_the_hardware_has_a_stable_fingerprint() -> None:
-    assert hardware_fingerprint() == hardware_fingerprint() and len(hardware_fingerprint()) == 16
+    assert hardware_fingerprint() == hardware_fingerprint()
+    assert len(hardware_fingerprint()) == 16

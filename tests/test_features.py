@@ -74,10 +74,14 @@ def test_shapes_and_finiteness(length: int) -> None:
     history = live(tokens(1, 2, 3), [(tokens(4, 5), np.ones(2, np.uint8), Arm.CACHE, 4, 1)], 3)
     draft = make_draft(length)
     state, token = state_features(history, draft), token_features(history, draft)
-    assert state.shape == (len(STATE_NAMES),) and state.dtype == np.float32
-    assert token.shape == (length, len(TOKEN_NAMES)) and token.dtype == np.float32
-    assert np.isfinite(state).all() and np.isfinite(token).all()
-    assert len(set(STATE_NAMES)) == len(STATE_NAMES) and len(set(TOKEN_NAMES)) == len(TOKEN_NAMES)
+    assert state.shape == (len(STATE_NAMES),)
+    assert state.dtype == np.float32
+    assert token.shape == (length, len(TOKEN_NAMES))
+    assert token.dtype == np.float32
+    assert np.isfinite(state).all()
+    assert np.isfinite(token).all()
+    assert len(set(STATE_NAMES)) == len(STATE_NAMES)
+    assert len(set(TOKEN_NAMES)) == len(TOKEN_NAMES)
 
 
 def test_features_before_anything_happened_are_finite() -> None:
@@ -92,18 +96,22 @@ def test_shadow_hits_by_window() -> None:
     hits = [1, 0, 0, 1, 1, 1]
     history.commit(tokens(*range(6)), np.array(hits, np.uint8), Arm.PLAIN, 0, 0, 0)
     assert [history.hit(i) for i in range(6)] == [bool(h) for h in reversed(hits)]
-    assert history.hit_run == 3 and history.hit_runs == 2
-    assert history.hit_rate(2) == 2.5 / 3 and history.hit_rate(64) == 4.5 / 7
+    assert history.hit_run == 3
+    assert history.hit_runs == 2
+    assert history.hit_rate(2) == 2.5 / 3
+    assert history.hit_rate(64) == 4.5 / 7
     state = dict(zip(STATE_NAMES, state_features(history, make_draft(4)), strict=True))
     assert state["hits_4"] == np.float32(3.5 / 5)
-    assert state["hit_run"] == np.float32(np.log1p(3)) and state["hit_run_mean"] == np.float32(np.log1p(2))
+    assert state["hit_run"] == np.float32(np.log1p(3))
+    assert state["hit_run_mean"] == np.float32(np.log1p(2))
 
 
 def test_only_the_window_of_hits_is_kept() -> None:
     history = History(CLASSES)
     for _ in range(3):
         history.commit(tokens(*[1] * 50), np.ones(50, np.uint8), Arm.PLAIN, 0, 0, 0)
-    assert history.hit_run == HIT_WINDOW and history.generated_length == 150
+    assert history.hit_run == HIT_WINDOW
+    assert history.generated_length == 150
     with pytest.raises(ValueError, match="remembered"):
         history.hit(HIT_WINDOW)
 

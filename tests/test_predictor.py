@@ -1,9 +1,10 @@
-"""Predictors: survival never increases, the folded forward pass is the plain one, files are whole and ours or refused."""
+"""Predictors: survival never increases, a folded forward pass is the plain one, files are sound and ours or refused."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def weights(inputs: int, *hidden: int, seed: int = 0) -> MLPWeights:
     sizes = [inputs, *hidden, 1]
     layers = tuple(
         ((rng.normal(size=(a, b)) / np.sqrt(a)).astype(np.float32), rng.normal(size=b).astype(np.float32))
-        for a, b in zip(sizes[:-1], sizes[1:], strict=True)
+        for a, b in itertools.pairwise(sizes)
     )
     return MLPWeights(
         layers, rng.normal(size=inputs).astype(np.float32), rng.uniform(0.5, 2, inputs).astype(np.float32)
@@ -67,8 +68,10 @@ def test_survival_never_increases(n: int, match_len: int, seed: int, which: str)
         "deep": SurvivalPredictor(weights(INPUTS, 16, 8, seed=seed)),
     }[which]
     survival = model.survival(history(seed % 7, seed % 5), make_draft(n, match_len, seed))
-    assert survival.shape == (n,) and survival.dtype == np.float32
-    assert (survival >= 0).all() and (survival <= 1).all()
+    assert survival.shape == (n,)
+    assert survival.dtype == np.float32
+    assert (survival >= 0).all()
+    assert (survival <= 1).all()
     assert (np.diff(survival) <= 0).all()
 
 
@@ -137,7 +140,8 @@ def test_fallback_learns_only_from_tokens_that_were_reached() -> None:
     after = model.hazard(past, draft)
     assert after[0] < before[0]
     unseen = buckets != buckets[0]
-    assert unseen.any() and (after[unseen] == before[unseen]).all()
+    assert unseen.any()
+    assert (after[unseen] == before[unseen]).all()
 
 
 # -- corrections online ------------------------------------------------------------------------------------------------
@@ -155,7 +159,8 @@ def test_a_wrong_predictor_loses_its_say(logit: float, payoff: int) -> None:
     start = online.trust
     for _ in range(5):
         online.learn(online.forecast(past, draft), 12, payoff)
-    assert start > 0.8 and online.trust < 0.1
+    assert start > 0.8
+    assert online.trust < 0.1
 
 
 def test_a_good_predictor_keeps_its_say() -> None:
@@ -164,7 +169,8 @@ def test_a_good_predictor_keeps_its_say() -> None:
     rng = np.random.default_rng(1)
     for _ in range(100):
         online.learn(online.forecast(past, draft), 40, int(min(40, rng.geometric(0.1) - 1)))
-    assert online.trust > 0.5 and abs(online.shift) < 0.5
+    assert online.trust > 0.5
+    assert abs(online.shift) < 0.5
 
 
 def test_a_mixture_lies_between_its_parts_and_learns_nothing_from_nothing() -> None:
@@ -173,7 +179,8 @@ def test_a_mixture_lies_between_its_parts_and_learns_nothing_from_nothing() -> N
     low, high = sorted(float(h[0]) for h in forecast.hazards)
     assert low <= forecast.survival[0] <= high
     online.learn(forecast, 0, 0)
-    assert online.shift == 0.0 and online.trust == OnlineSurvival(constant(3.0)).trust
+    assert online.shift == 0.0
+    assert online.trust == OnlineSurvival(constant(3.0)).trust
 
 
 def test_head_acceptance_by_depth() -> None:
@@ -183,7 +190,10 @@ def test_head_acceptance_by_depth() -> None:
     for _ in range(200):
         heads.learn(record, 4, 2)
     first, second, third, fourth = heads.survival(record, 4)
-    assert first > 0.9 and second > 0.9 and third < 0.1 and fourth <= third
+    assert first > 0.9
+    assert second > 0.9
+    assert third < 0.1
+    assert fourth <= third
     assert heads.survival(heads.open(), 3)[1] > 0.8  # a new request starts from what the engine knows
     assert (heads.survival(record, 100)[64:] == 0).all()
 
@@ -196,7 +206,8 @@ def test_idle_heads_are_tried_again_one_day() -> None:
     bad = heads.survival(record, 1)[0]
     for _ in range(5000):
         heads.idle(record)
-    assert bad < 0.15 and heads.survival(record, 1)[0] > 0.3
+    assert bad < 0.15
+    assert heads.survival(record, 1)[0] > 0.3
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -212,9 +223,11 @@ def test_files_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "p.hvd"
     save_predictor(path, made)
     found = load_predictor(path)
-    assert type(found) is type(made) and found.metadata == made.metadata
+    assert type(found) is type(made)
+    assert found.metadata == made.metadata
     for one, other in zip(found.weights.layers, made.weights.layers, strict=True):
-        assert one[0].tobytes() == other[0].tobytes() and one[1].tobytes() == other[1].tobytes()
+        assert one[0].tobytes() == other[0].tobytes()
+        assert one[1].tobytes() == other[1].tobytes()
     assert [p.name for p in tmp_path.iterdir()] == ["p.hvd"]
 
 

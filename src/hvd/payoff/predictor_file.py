@@ -2,7 +2,7 @@
 
 b"hvd-predictor\\n"   what it is
 sha256 [32]          of everything behind it; nothing is parsed before it agrees
-npz                  arrays (no pickle): `header` uint8 [..] = JSON of version, kind, features (version), inputs (names),
+npz                  arrays (no pickle): `header` uint8 [..] = JSON: version, kind, features (version), inputs (names),
                      metadata; the others float32, whatever the kind needs
 """
 
