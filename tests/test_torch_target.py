@@ -368,3 +368,33 @@ def test_cuda_equals_the_cpu_within_its_precision(dtype: str, tiny_model: Tiny) 
         rows.append(output.logits)
     tolerance = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.2, "float16": 0.05}[dtype]
     assert np.abs(rows[0] - rows[1]).max() <= tolerance * np.abs(rows[0]).max()
+
+
+REAL_TEXT = """def moving_average(values, window):
+    \"\"\"Mean of every `window` neighbouring values; shorter at the start.\"\"\"
+    total, averages = 0.0, []
+    for i, value in enumerate(values):
+        total += value
+        if i >= window:
+            total -= values[i - window]
+        averages.append(total / min(i + 1, window))
+    return averages
+
+The harbour froze twice that winter. When the ice broke, in the second week of March, the ferries went out again with
+a third of their crews, and the town heard from the islands for the first time in forty days: two births, one fire,
+no deaths. "We had potatoes," wrote the teacher, "and each other, and by the end more of the one than of the other."
+"""
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["smollm2", "qwen_coder"])
+def test_real_models_equal_transformers_on_real_text(name: str, request: pytest.FixtureRequest) -> None:
+    path: Path = request.getfixturevalue(name)
+    checkpoint = load_checkpoint(path)
+    text = np.array(checkpoint.tokenizer().encode(REAL_TEXT), dtype=np.int32)
+    logits, _ = one_shot(TorchTarget(checkpoint), text)
+    reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(text[None].astype(np.int64))).logits[0].numpy()
+    assert len(text) > 150
+    assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
