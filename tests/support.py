@@ -5,18 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from hvd.drafters.suffix import SuffixDrafter
 
 from hvd.config import EngineConfig, SamplingParams, SuffixConfig
 from hvd.drafters.base import Drafter
+from hvd.drafters.suffix import SuffixDrafter
 from hvd.engine.llm import LLM, Completion
 from hvd.models.target import Target
 from hvd.payoff.cost import CostModel, Surface
-from hvd.payoff.predictor import Predictor
+from hvd.payoff.features import STATE_NAMES
+from hvd.payoff.predictor import MLPWeights, Predictor, ScalarPredictor
 from hvd.tokenizer import Tokenizer
 from hvd.types import Arm, Draft, Float32Array, Int32Array
 
 POLICIES = ("plain", "cache", "eagle3", "any-match", "match-len", "score", "hvd-paper", "hvd")
+
+
+def paper_predictor() -> ScalarPredictor:
+    """An untrained scalar predictor: it says yes and no as it happens, which losslessness must bear."""
+    rng = np.random.default_rng(0)
+    inputs = len(STATE_NAMES)
+    weights = MLPWeights(
+        (
+            (rng.normal(0, 0.3, (inputs, 8)).astype(np.float32), np.zeros(8, np.float32)),
+            (rng.normal(0, 4, (8, 1)).astype(np.float32), np.full(1, 6, np.float32)),
+        ),
+        np.zeros(inputs, np.float32),
+        np.ones(inputs, np.float32),
+    )
+    return ScalarPredictor(weights)
 
 
 def flat_cost(*, eagle3: bool = True, shared_passes: bool = True, min_width: int = 1) -> CostModel:
@@ -36,7 +52,7 @@ def make_llm(
     policy: str = "hvd",
     max_batch: int = 16,
     prefill_chunk: int = 256,
-    predictor: Predictor | None = None,
+    predictors: Sequence[Predictor] = (),
     cost: CostModel | None = None,
 ) -> LLM:
     """An LLM over a target, with the suffix cache and, if given, an EAGLE3 arm."""
@@ -46,7 +62,7 @@ def make_llm(
     if eagle3 is not None:
         drafters[Arm.EAGLE3] = eagle3
     config = EngineConfig(suffix=suffix, policy=policy, record=True, max_batch=max_batch, prefill_chunk=prefill_chunk)
-    return LLM.from_parts(target, tokenizer, drafters, cost or flat_cost(), config, predictor)
+    return LLM.from_parts(target, tokenizer, drafters, cost or flat_cost(), config, [paper_predictor(), *predictors])
 
 
 def plain(

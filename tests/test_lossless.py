@@ -1,4 +1,4 @@
-"""Losslessness on real arithmetic: tiny float64 models of every family, every policy, both arms, chain and tree, batches,
+"""Losslessness on real arithmetic: tiny float64 models of every family, every policy, both arms, chain, tree, batches,
 greedy and seeded sampling with all processors: token ids equal to plain decoding, and plain equal to transformers'.
 """
 
@@ -85,7 +85,8 @@ def test_a_mixed_batch_gives_what_each_gives_alone(policy: str, target_of: Calla
     """K1-07: the same seed alone, among seven others, cold and warm."""
     target = target_of("qwen3")
     prompts = [PROMPT[: 3 + k] + [k] * k for k in range(8)]
-    params = list(SAMPLINGS.values()) + [
+    params = [
+        *SAMPLINGS.values(),
         SamplingParams(max_tokens=9),
         SamplingParams(max_tokens=30, temperature=1.5, seed=42),
     ]

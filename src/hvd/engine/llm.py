@@ -25,7 +25,7 @@ from hvd.models.loader import load_target
 from hvd.models.target import Target
 from hvd.payoff.cost import CostModel
 from hvd.payoff.history import History
-from hvd.payoff.policy import Policy, make_policy
+from hvd.payoff.policy import Policy, make_policy, policy_class
 from hvd.payoff.predictor import Predictor, load_predictor
 from hvd.payoff.profile import load_or_profile
 from hvd.tokenizer import Tokenizer
@@ -106,7 +106,7 @@ class LLM:
     backend    "auto", "onnx" or "torch"
     weights    "auto", "int4", "int8", "fp32" (onnx) or a torch dtype name
     eagle3     EAGLE3 head directory or hub id; None = no head
-    predictor  payoff predictor file; None = decide from trie probabilities and recent outcomes
+    predictor  payoff predictor file, or one of each kind; None = decide from trie probabilities and recent outcomes
     cost       cost file made by `hvd profile`; None = the one kept for this machine and model, made if there is none
     progress   called with (what, done, total) during long work
 
@@ -120,7 +120,7 @@ class LLM:
         backend: str = "auto",
         weights: str = "auto",
         eagle3: str | Path | None = None,
-        predictor: str | Path | None = None,
+        predictor: str | Path | Sequence[str | Path] | None = None,
         cost: str | Path | None = None,
         config: EngineConfig | None = None,
         threads: int | None = None,
@@ -137,7 +137,7 @@ class LLM:
         if eagle3 is not None:
             drafters[Arm.EAGLE3] = load_eagle3_drafter(eagle3, target, config.eagle3)
         costs = CostModel.load(cost) if cost is not None else load_or_profile(target, drafters.get(Arm.EAGLE3))
-        self._assemble(target, tokenizer, drafters, costs, config, load_predictor(predictor) if predictor else None)
+        self._assemble(target, tokenizer, drafters, costs, config, [load_predictor(path) for path in _paths(predictor)])
 
     @classmethod
     def from_parts(
@@ -147,11 +147,11 @@ class LLM:
         drafters: Mapping[Arm, Drafter],
         cost: CostModel,
         config: EngineConfig | None = None,
-        predictor: Predictor | None = None,
+        predictors: Sequence[Predictor] = (),
     ) -> LLM:
         """An LLM from parts made elsewhere: own drafters, a fake target, no tokenizer (then prompts are token ids)."""
         llm = cls.__new__(cls)
-        llm._assemble(target, tokenizer, dict(drafters), cost, config or EngineConfig(), predictor)
+        llm._assemble(target, tokenizer, dict(drafters), cost, config or EngineConfig(), predictors)
         return llm
 
     def _assemble(
@@ -161,7 +161,7 @@ class LLM:
         drafters: dict[Arm, Drafter],
         cost: CostModel,
         config: EngineConfig,
-        predictor: Predictor | None,
+        predictors: Sequence[Predictor],
     ) -> None:
         self.target = target
         self.tokenizer = tokenizer
@@ -171,8 +171,11 @@ class LLM:
         self._classes = tokenizer.token_classes() if tokenizer is not None else History.UNKNOWN_CLASSES
         self.lock = threading.RLock()
 
+        by_kind = {predictor.kind: predictor for predictor in predictors}
+
         def build(name: str) -> Policy:
-            return make_policy(name, predictor=predictor)
+            kind = policy_class(name.partition(":")[0]).predictor_kind
+            return make_policy(name, predictor=by_kind.get(kind) if kind else None)
 
         self.engine = Engine(target, drafters, build, cost, config)
         self.engine.policy(config.policy)
@@ -306,6 +309,13 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _paths(given: str | Path | Sequence[str | Path] | None) -> list[str | Path]:
+    """One path, several or none, as a list."""
+    if given is None:
+        return []
+    return [given] if isinstance(given, str | Path) else list(given)
 
 
 def _completion(request: Request) -> Completion:

@@ -59,6 +59,7 @@ class Hybrid(Policy):
     """Survival curves against cost curves; "plain" is an arm; corrects itself by every outcome."""
 
     name = "hvd"
+    predictor_kind = "survival"
 
     def __init__(self, predictor: SurvivalPredictor | None = None, *, whole_head: bool = False) -> None:
         """

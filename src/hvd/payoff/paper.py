@@ -17,6 +17,7 @@ class Paper(Rule):
     """Predicted accepted length above tau: the whole cache draft. Otherwise the head, or plain without one."""
 
     name = "hvd-paper"
+    predictor_kind = "scalar"
 
     def __init__(self, predictor: ScalarPredictor, tau: float = TAU) -> None:
         if not 0 <= tau < float("inf"):

@@ -70,6 +70,8 @@ class Policy(ABC):
     name: ClassVar[str]
     uses: ClassVar[frozenset[Arm]] = frozenset({Arm.CACHE, Arm.EAGLE3})
     """Arms the policy may choose besides plain; drafters that it does not use are not run for its requests."""
+    predictor_kind: ClassVar[str | None] = None
+    """The kind of predictor that `make` wants, or can use; None = none."""
 
     @classmethod
     def make(cls, argument: str | None, predictor: Predictor | None, **options: Any) -> Policy:
@@ -117,12 +119,13 @@ def make_policy(name: str, *, predictor: Predictor | None = None, **options: Any
     """
     base, colon, argument = name.partition(":")
     try:
-        return _policy_class(base).make(argument if colon else None, predictor, **options)
+        return policy_class(base).make(argument if colon else None, predictor, **options)
     except TypeError as error:
         raise ConfigError(f"policy {base!r}: {error}") from error
 
 
-def _policy_class(name: str) -> type[Policy]:
+def policy_class(name: str) -> type[Policy]:
+    """The class behind a policy's name (without argument). Raises ConfigError for an unknown name."""
     if name in _BUILT_IN:
         module, _, attribute = _BUILT_IN[name].partition(":")
         found = getattr(import_module(module), attribute)
