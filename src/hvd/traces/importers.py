@@ -35,7 +35,7 @@ def recorded_traces(
 
     max_context   turns with more tokens in all are left out, as the target could not have written them
 
-    The id is the prompt's with "#<turn>" behind it, so a conversation stays one group. A conversation that the chat
+    The id is the prompt's with "#turn0", "#turn1", .. behind it, so a conversation stays one group. A conversation that the chat
     template refuses is left out from there on; `warn` gets one line that names it.
     """
     classes = tokenizer.token_classes()
@@ -57,7 +57,7 @@ def _turns(
         before, response = encode_turn(tokenizer, history, turn.recorded)
         if max_context is None or len(before) + len(response) <= max_context:
             yield Trace(
-                id=f"{prompt.id}#{number}",
+                id=f"{prompt.id}#turn{number}",
                 prompt=np.array(before, np.int32),
                 response=np.array(response, np.int32),
                 token_classes=classes,

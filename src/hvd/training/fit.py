@@ -54,7 +54,7 @@ class TrainOptions:
     most_states: int = 200_000
     hold_out: float = 0.1
     keep_loops: bool = False
-    shared: bool = False
+    shared: bool = True
     policy_features: bool = False
     suffix: SuffixConfig = field(default_factory=SuffixConfig)
     seed: int = 0

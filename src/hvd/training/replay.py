@@ -32,7 +32,7 @@ NO_LIMIT = 1 << 20
 class Walk:
     """A trace as the suffix cache saw it. n = response tokens; position t = t tokens generated so far.
 
-    drafts     n drafts; what the cache offered at each position, None where it had nothing
+    drafts     n drafts; what the cache offered at each position in the room left, None where it had nothing
     payoffs    int32 [n]   leading tokens of the draft that the response goes on with
     hits       uint8 [n]   shadow hits: 1 where the cache's first token was right
     """
@@ -51,11 +51,11 @@ class Walk:
         return self.trace.cut and draft is not None and payoff < len(draft) and position + payoff == len(self.drafts)
 
 
-def walks(traces: Iterable[Trace], config: SuffixConfig | None = None, *, shared: bool = False) -> Iterator[Walk]:
+def walks(traces: Iterable[Trace], config: SuffixConfig | None = None, *, shared: bool = True) -> Iterator[Walk]:
     """Walk traces in order, with one suffix cache.
 
     shared   responses serve later traces of the same data set (a scope each), as in a session; else every request
-             has only its own text, which is what a scope of "" means when serving
+             has only its own text
 
     Traces without a prompt or a response are passed over. TraceError when they come from different tokenizers.
     """
@@ -71,33 +71,33 @@ def walks(traces: Iterable[Trace], config: SuffixConfig | None = None, *, shared
                 f"trace {trace.id} was made with another tokenizer than those before it; replay them separately"
             )
         if len(trace.prompt) and len(trace.response):
-            yield walk(trace, drafter, key, trace.dataset if shared else "", config.max_draft)
+            yield walk(trace, drafter, key, keep=shared)
 
 
-def walk(trace: Trace, drafter: SuffixDrafter, key: int, scope: str, room: int) -> Walk:
-    """Walk one trace: a draft of at most `room` tokens at every position of its response."""
-    response = np.ascontiguousarray(trace.response, np.int32)
+def walk(trace: Trace, drafter: SuffixDrafter, key: int, *, keep: bool) -> Walk:
+    """Walk one trace in the scope of its data set. `keep`: its response may serve later traces of it."""
+    response, limit = np.ascontiguousarray(trace.response, np.int32), token_limit(trace)
     drafts: list[Draft | None] = []
     payoffs = np.zeros(len(response), np.int32)
     hits = np.zeros(len(response), np.uint8)
-    drafter.open(key, scope)
+    drafter.open(key, trace.dataset)
     drafter.observe(key, np.ascontiguousarray(trace.prompt, np.int32), None, prompt=True)
     for position in range(len(response)):
-        draft = drafter.propose(key, room)
+        draft = drafter.propose(key, limit - position - 1)
         if draft is not None:
             payoffs[position] = common_prefix(draft.tokens, response[position : position + len(draft)])
         drafts.append(draft)
         drafter.observe(key, response[position : position + 1], None, prompt=False)
         hits[position] = drafter.last_hits(key)[0]
-    drafter.close(key, keep=True)
+    drafter.close(key, keep=keep)
     return Walk(trace, tuple(drafts), payoffs, hits)
 
 
 def common_prefix(draft: Int32Array, text: Int32Array) -> int:
-    """Leading tokens of a chain that the text begins with; the text may be shorter."""
-    differs = draft[: len(text)] != text
-    first = int(differs.argmax()) if len(differs) else 0
-    return first if len(differs) and differs[first] else len(differs)
+    """Leading tokens that a draft, int32 [n], and the text, int32 [m], have in common."""
+    n = min(len(draft), len(text))
+    differs = np.flatnonzero(draft[:n] != text[:n])
+    return int(differs[0]) if len(differs) else n
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def cycles(walk: Walk, policy: Policy, cost: CostModel, head: SimulatedHead | No
     while position < n:
         room = limit - position - 1
         situation = Situation(
-            cache=_cut(walk.drafts[position], room),
+            cache=walk.drafts[position],
             history=history,
             room=room,
             context=prompt + position - 1,
@@ -203,8 +203,3 @@ def token_limit(trace: Trace) -> int:
     except (ValueError, AttributeError) as error:
         raise TraceError(f"trace {trace.id}: its sampling parameters are not a JSON object") from error
     return max(limit if isinstance(limit, int) else NO_LIMIT, len(trace.response))
-
-
-def _cut(draft: Draft | None, room: int) -> Draft | None:
-    """What the cache would have offered with less room."""
-    return None if draft is None or room < 1 else draft.first(room)

@@ -122,7 +122,7 @@ def replay_report(
     predictors: Sequence[Predictor] = (),
     head: SimulatedHead | None = None,
     suffix: SuffixConfig | None = None,
-    shared: bool = False,
+    shared: bool = True,
     keep_loops: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ReplayReport:
