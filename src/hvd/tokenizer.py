@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import AddedToken, decoders, processors
+from tokenizers import AddedToken, decoders
 
 from hvd.chat_template import render_chat
 from hvd.detokenizer import IncrementalDetokenizer, fallback_byte
 from hvd.errors import CheckpointError, RequestError
 
-__all__ = ["IncrementalDetokenizer", "TokenClass", "Tokenizer", "begin_and_end", "read_eos_token_ids"]
+__all__ = ["IncrementalDetokenizer", "TokenClass", "Tokenizer", "read_eos_token_ids"]
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -76,6 +76,7 @@ class Tokenizer:
     def from_directory(cls, path: str | Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json.
 
+        tokenizer.json alone says what is put around a text (transformers too ignores add_bos_token beside it).
         Raises CheckpointError if tokenizer.json is missing or torn; the others are optional.
         """
         path = Path(path)
@@ -83,11 +84,6 @@ class Tokenizer:
         inner = _read_inner(path / "tokenizer.json")
         special = {name: text for name in SPECIAL_NAMES if (text := _token_text(config.get(name)))}
         _add_tokens(inner, config, special)
-        if "add_bos_token" in config or "add_eos_token" in config or inner.post_processor is None:
-            begin = special.get("bos_token") if config.get("add_bos_token") else None
-            inner.post_processor = begin_and_end(
-                inner, begin, special.get("eos_token") if config.get("add_eos_token") else None
-            )
         return cls(
             inner,
             special_tokens=special,
@@ -118,12 +114,12 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Text to ids; `add_special_tokens` puts the model's begin token in front where it has that habit.
 
-        Raises RequestError for text that is no Unicode (lone surrogates).
+        Raises RequestError for lone surrogates, and for what is no string.
         """
         try:
             return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
-        except UnicodeError as error:
-            raise RequestError(f"the text is not valid Unicode: {error}") from error
+        except TypeError as error:
+            raise RequestError("text must be a string of valid Unicode (no lone surrogates)") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids to text. Ids outside the vocabulary give nothing; bytes that are no UTF-8 become replacement marks."""
@@ -230,17 +226,6 @@ def _letter_classes(byte_level: bool) -> NDArray[np.uint8]:
     return bits
 
 
-def begin_and_end(
-    inner: tokenizers.Tokenizer, begin: str | None, end: str | None
-) -> processors.PostProcessor:
-    """A post-processor that puts `begin` in front of a text and `end` behind it."""
-    names = [token for token in (begin, end) if token is not None]
-    template = " ".join([*([f"{begin}:0"] if begin else []), "$A:0", *([f"{end}:0"] if end else [])])
-    return processors.TemplateProcessing(
-        single=template, pair=f"{template} $B:1", special_tokens=[(t, inner.token_to_id(t)) for t in names]
-    )
-
-
 def read_eos_token_ids(path: Path) -> tuple[int, ...]:
     """End-of-sequence ids of a Hugging Face directory: generation_config.json's, else config.json's, else none."""
     for file in ("generation_config.json", "config.json"):
@@ -273,9 +258,9 @@ def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], special:
             flags = {key: bool(token[key]) for key in _TOKEN_FLAGS if key in token}
             inner.add_tokens([AddedToken(content, **flags)])
             known.add(content)
-        if inner.token_to_id(content) != int(id_):
+        if (other := inner.token_to_id(content)) != int(id_):
             raise CheckpointError(
-                f"tokenizer_config.json gives token {content!r} the id {id_}, tokenizer.json {inner.token_to_id(content)}"
+                f"token {content!r}: id {id_} by tokenizer_config.json, {other} by tokenizer.json"
             )
     inner.add_special_tokens(
         [AddedToken(text, normalized=False) for text in special.values() if text not in known]

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from hvd.errors import CheckpointError, UnsupportedModelError
 from hvd.models.gguf_file import GGUFFile
-from hvd.tokenizer import SPACE_MARK, Tokenizer, begin_and_end
+from hvd.tokenizer import SPACE_MARK, Tokenizer
 
 Metadata = Mapping[str, Any]
 
@@ -82,7 +82,7 @@ def read_gguf_tokenizer(file: GGUFFile) -> Tokenizer:
         if (id_ := _token_id(metadata, key)) is not None
     }
     begins = model == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
-    inner.post_processor = begin_and_end(
+    inner.post_processor = _around(
         inner,
         special.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", begins) else None,
         special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
@@ -169,3 +169,12 @@ def _merges_by_score(tokens: list[str], kinds: list[int], scores: list[float]) -
         if token[:cut] in normal and token[cut:] in normal
     ]
     return [(left, right) for _, _, left, right in sorted(pairs)]
+
+
+def _around(inner: tokenizers.Tokenizer, begin: str | None, end: str | None) -> processors.PostProcessor:
+    """A post-processor that puts `begin` in front of a text and `end` behind it."""
+    names = [token for token in (begin, end) if token is not None]
+    template = " ".join([*([f"{begin}:0"] if begin else []), "$A:0", *([f"{end}:0"] if end else [])])
+    return processors.TemplateProcessing(
+        single=template, pair=f"{template} $B:1", special_tokens=[(t, inner.token_to_id(t)) for t in names]
+    )
