@@ -110,7 +110,7 @@ def head_config(tensors: Tensors, layout: str = "safeailab", *, heads: int = 4, 
     """A config.json for them. `extra` goes to the decoder's part where it belongs there, else to the top."""
     decoder: dict[str, Any] = {
         "model_type": "llama",
-        "hidden_size": len(tensors["fc.weight"]),
+        "hidden_size": len(tensors.get("norm.weight", tensors.get("fc.weight", ()))),
         "num_attention_heads": heads,
         "num_hidden_layers": 99,  # published configurations are wrong here
         "head_dim": 999,  # and here

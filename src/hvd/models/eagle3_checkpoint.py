@@ -207,7 +207,7 @@ def _output_matrix(target_tensor: Callable[[str], NDArray[Any]]) -> NDArray[Any]
 def _draft_vocabulary(tensors: Tensors, stated: StatedConfig, target_vocab: int) -> int:
     """Entries of the draft vocabulary, on which draft_vocab_size, lm_head and d2t have to agree."""
     sizes = {"draft_vocab_size": stated.draft_vocab_size} if stated.draft_vocab_size else {}
-    sizes |= {name: len(tensors[name]) for name in ("lm_head.weight", "d2t") if name in tensors and tensors[name].ndim}
+    sizes |= {name: len(tensors[name]) for name in ("lm_head.weight", "d2t") if name in tensors}
     if len(set(sizes.values())) > 1 or 0 in sizes.values():
         claims = ", ".join(f"{size} by {name}" for name, size in sizes.items())
         raise CheckpointError(

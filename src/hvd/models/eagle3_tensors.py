@@ -49,8 +49,8 @@ class HeadSpec:
     norm_output: bool
 
 
-def check_names(tensors: Mapping[str, Any], stated: StatedConfig) -> None:
-    """CheckpointError that names every missing and every unknown tensor."""
+def check_names(tensors: Tensors, stated: StatedConfig) -> None:
+    """CheckpointError that names every missing and every unknown tensor, and every one that is a mere number."""
     needed = {"fc.weight", "norm.weight"}
     for layer in range(_count_layers(tensors)):
         needed |= _layer_names(layer, tensors, stated)
@@ -58,7 +58,8 @@ def check_names(tensors: Mapping[str, Any], stated: StatedConfig) -> None:
         needed.add("input_norm.weight")
     if stated.fc_norm:
         needed |= {name for name in tensors if re.fullmatch(r"fc_norm\.\d+\.weight", name)} or {"fc_norm.0.weight"}
-    faults = {"missing": needed - set(tensors), "unknown": set(tensors) - needed - _FILLED}
+    scalars = {name for name, tensor in tensors.items() if tensor.ndim == 0}
+    faults = {"missing": needed - set(tensors), "unknown": set(tensors) - needed - _FILLED, "scalar": scalars}
     _raise(stated, [f"{kind} {', '.join(sorted(names))}" for kind, names in faults.items() if names])
 
 
