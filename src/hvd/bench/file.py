@@ -1,0 +1,112 @@
+"""The file of `hvd bench --json`: written whole every time, so that a kill loses at most the last conversations."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvd.bench.environment import environment
+from hvd.bench.report import summarize
+from hvd.bench.runner import Outcome
+from hvd.errors import ConfigError
+from hvd.payoff.files import write_whole
+
+FORMAT = 1
+
+
+class BenchFile:
+    """Collects outcomes and writes them to a path (or nowhere, for None).
+
+    model, settings   what is measured, and how; a file to be resumed must say the same
+    data              which prompts; a file may be resumed with more of them
+    every             conversations between two writes
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        model: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        data: Mapping[str, Any],
+        *,
+        resume: bool = False,
+        every: int = 5,
+    ) -> None:
+        """Raises ConfigError when the path can't be written, or holds something that can't be resumed."""
+        self._path, self._every, self._unwritten = path, every, 0
+        self._data = data
+        self._head: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, "model": model, "settings": settings}))
+        self.records: list[dict[str, Any]] = []
+        self.skipped: list[dict[str, str]] = []
+        if path is not None and resume and path.exists():
+            self._resume(path)
+        if path is not None:
+            _check_writable(path)
+
+    def done(self, ids: list[str]) -> bool:
+        """Whether all turns of a conversation are there already."""
+        known = {record["id"] for record in self.records} | {entry["id"] for entry in self.skipped}
+        return all(id_ in known for id_ in ids)
+
+    def add(self, outcome: Outcome) -> None:
+        """Take a conversation's records; write when it is time."""
+        self.records += [record.as_json() for record in outcome.records]
+        self.skipped += [{"id": id_, "why": why} for id_, why in outcome.skipped]
+        self._unwritten += 1
+        if self._unwritten >= self._every:
+            self.write()
+
+    def content(self) -> dict[str, Any]:
+        """Everything, as it is written."""
+        return {
+            **self._head,
+            "data": self._data,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "environment": environment(),
+            "summary": summarize(self.records),
+            "skipped": self.skipped,
+            "records": self.records,
+        }
+
+    def write(self) -> None:
+        """Write the file under a temporary name, flush, rename. Raises ConfigError when the disk refuses."""
+        self._unwritten = 0
+        if self._path is None:
+            return
+        try:
+            text = json.dumps(self.content(), ensure_ascii=False, allow_nan=False, indent=1)
+            write_whole(self._path, text.encode())
+        except OSError as error:
+            raise ConfigError(f"can't write {self._path}: {error.strerror or error}") from error
+
+    def _resume(self, path: Path) -> None:
+        try:
+            old = json.loads(path.read_text("utf-8"))
+            head = {key: old[key] for key in self._head}
+            records, skipped = list(old["records"]), list(old["skipped"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} can't be resumed: it is no complete file of 'hvd bench --json'") from error
+        for part, want in self._head.items():
+            if head[part] != want:
+                raise ConfigError(f"{path} can't be resumed: it was made with {_difference(part, head[part], want)}")
+        self.records, self.skipped = records, skipped
+
+
+def _difference(part: str, old: Any, new: Any) -> str:
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return f"{part} {old!r}, now {new!r}"
+    key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
+    return f"{part} {key} {old.get(key)!r}, now {new.get(key)!r}"
+
+
+def _check_writable(path: Path) -> None:
+    """Find out now, not after hours of measuring."""
+    if path.is_dir():
+        raise ConfigError(f"can't write {path}: it is a directory")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"can't write {path}: {folder} is no directory, or read-only")

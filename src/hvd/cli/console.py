@@ -1,0 +1,69 @@
+"""What people see: progress and notes on stderr, results on stdout and nothing else there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hvd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, done, total)."""
+
+
+def stderr_console() -> Console:
+    """A Rich console on stderr; plain text when stderr is no terminal or NO_COLOR is set."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def note(text: str) -> None:
+    """One line for people."""
+    click.echo(text, err=True)
+
+
+def emit_json(value: Mapping[str, object]) -> None:
+    """The result of a command, as one line of JSON on stdout."""
+    click.echo(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar a task on stderr, gone when done; nothing at all when stderr is no terminal."""
+    console = stderr_console()
+    if not console.is_terminal:
+        yield lambda what, done, total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        tasks: dict[str, object] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)  # type: ignore[arg-type]
+
+        yield show
+
+
+def read_text(path: str) -> str:
+    """A text file, or stdin for "-". Raises ConfigError in one line when it can't be read."""
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"can't read the prompt file {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt file {path} is not UTF-8 text (byte {error.start})") from error

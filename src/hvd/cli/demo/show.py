@@ -1,0 +1,98 @@
+"""What the demo puts on the screen: text coloured by arm, and a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from hvd.types import Arm
+
+if TYPE_CHECKING:
+    from hvd.engine.llm import Completion
+    from hvd.engine.text import Piece
+
+STYLES = {Arm.CACHE: "black on green", Arm.EAGLE3: "black on cyan", Arm.PLAIN: ""}
+MARKS = {Arm.CACHE: "«»", Arm.EAGLE3: "‹›", Arm.PLAIN: ""}
+MEANING = {
+    Arm.CACHE: "drafted by the suffix cache",
+    Arm.EAGLE3: "drafted by the EAGLE3 head",
+    Arm.PLAIN: "the model's own (plain and bonus tokens)",
+}
+SHOWN = 3
+
+
+class Stage:
+    """Prints as decoding goes on. Colours on a terminal, marks around drafted text elsewhere (or with NO_COLOR)."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._colours = self._console.is_terminal and not self._console.no_color
+        self._rows: list[tuple[str, Mapping[str, Completion]]] = []
+
+    def announce(self, title: str, prompt: str) -> None:
+        """A new prompt: its title, legend and beginning."""
+        self._console.print(Rule(title))
+        self._console.print(self._legend())
+        lines = prompt.strip().splitlines()
+        more = f" [.. {len(lines) - SHOWN} more lines]" if len(lines) > SHOWN else ""
+        self._console.print(Text("\n".join(lines[:SHOWN]) + more, style="dim"))
+
+    def stream(self, policy: str, pieces: Iterable[Piece]) -> None:
+        """The text of one run, token by token."""
+        self._console.print(Text(f"\n[{policy}]", style="bold"))
+        if self._colours:
+            for piece in pieces:
+                self._write(Text(piece.text, style=STYLES[piece.arm]))
+        else:
+            for arm, group in groupby(pieces, key=lambda piece: piece.arm):
+                self._write(Text(_marked("".join(piece.text for piece in group), arm)))
+        self._console.print()
+
+    def close(self, title: str, completions: Mapping[str, Completion]) -> None:
+        """A prompt is done under all policies."""
+        self._rows.append((title, completions))
+        self._console.print()
+
+    def finish(self) -> None:
+        """The table."""
+        table = Table(
+            "prompt", "policy", "tokens", "tokens/s", "tokens per cycle", "share of cycles by arm", "output identical"
+        )
+        for title, completions in self._rows:
+            plain = next(iter(completions.values()))
+            for policy, completion in completions.items():
+                table.add_row(
+                    title, policy, *figures(completion), "yes" if completion.token_ids == plain.token_ids else "NO"
+                )
+        self._console.print(table)
+        same = all(c.token_ids == next(iter(cs.values())).token_ids for _, cs in self._rows for c in cs.values())
+        self._console.print(Text(f"output identical: {'yes' if same else 'NO'}", style="bold"))
+
+    def _write(self, text: Text) -> None:
+        self._console.print(text, end="", soft_wrap=True)
+
+    def _legend(self) -> Text:
+        text = Text()
+        for arm, meaning in MEANING.items():
+            text.append(meaning if self._colours else _marked(meaning, arm), style=STYLES[arm] if self._colours else "")
+            text.append("   ")
+        return text
+
+
+def _marked(text: str, arm: Arm) -> str:
+    """Drafted text between the marks of its arm."""
+    return MARKS[arm][:1] + text + MARKS[arm][1:] if text else ""
+
+
+def figures(completion: Completion) -> list[str]:
+    """Tokens, tokens a second while decoding, tokens a cycle, share of cycles by arm."""
+    stats = completion.stats
+    rate = len(completion.token_ids) / stats.decode_seconds if stats.decode_seconds else 0.0
+    shares = ", ".join(f"{arm.value} {of.cycles / stats.cycles:.0%}" for arm, of in stats.arms.items())
+    return [str(len(completion.token_ids)), f"{rate:.1f}", f"{stats.tokens_per_cycle:.2f}", shares]

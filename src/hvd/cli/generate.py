@@ -1,0 +1,156 @@
+"""`hvd generate`: continue or answer one prompt."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from hvd.cli.common import ModelOptions, model_options, sampling_options
+from hvd.cli.console import emit_json, progress_bar, read_text, stderr_console
+from hvd.config import EngineConfig, SamplingParams
+from hvd.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from hvd.engine.llm import LLM, Completion, Stream
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option("--file", "-f", metavar="FILE", help="Read the prompt from a UTF-8 text file, as it is; '-' is stdin.")
+@click.option(
+    "--chat/--raw",
+    default=None,
+    show_default=False,
+    help="Wrap the prompt as one user message, or take it as it is. Default: --chat for models with a template.",
+)
+@click.option(
+    "--policy",
+    default="hvd",
+    help="Who decides what to verify: plain, cache, eagle3, any-match, match-len, score, hvd-paper, hvd.",
+)
+@click.option(
+    "--stream/--no-stream",
+    default=None,
+    show_default=False,
+    help="Print text as it is committed. Default: when stdout is a terminal.",
+)
+@click.option("--stats", is_flag=True, help="A table of the arms on stderr, behind the text.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+@sampling_options
+@model_options
+def generate(
+    prompt: str | None,
+    file: str | None,
+    chat: bool | None,
+    policy: str,
+    stream: bool | None,
+    stats: bool,
+    as_json: bool,
+    params: SamplingParams,
+    options: ModelOptions,
+) -> None:
+    """Answer (or continue) one prompt.
+
+    The answer is the same, token for token, under every policy; policies differ in speed alone.
+
+    \b
+    Examples:
+      hvd generate "Why is the sky blue?" --model SmolLM2-135M-Instruct.Q4_1.gguf
+      hvd generate --file notes.txt --raw --max-tokens 64 --model MODEL
+      hvd generate --file - --temperature 0.8 --seed 7 --json --model MODEL < prompt.txt
+    """
+    text = _prompt(prompt, file)
+    _check_policy(policy, options.predictor)
+    llm = options.open(EngineConfig(policy=policy))
+    ids = _encode(llm, text, chat)
+    with llm.stream(ids, params, policy=policy) as running:
+        if not as_json and (sys.stdout.isatty() if stream is None else stream):
+            _print_live(running)
+            completion = running.completion()
+        else:
+            completion = _decode_quietly(running, params.max_tokens)
+            if not as_json:
+                click.echo(completion.text)
+    if as_json:
+        emit_json(completion_json(completion, options.model))
+    if stats:
+        _print_stats(completion)
+
+
+def _prompt(prompt: str | None, file: str | None) -> str:
+    if (prompt is None) == (file is None):
+        raise ConfigError("give a prompt or --file FILE, one of them ('--file -' reads stdin)")
+    text = prompt if prompt is not None else read_text(str(file))
+    if not text.strip():
+        raise RequestError("the prompt is empty; give some text")
+    return text
+
+
+def _check_policy(name: str, predictor: str | None) -> None:
+    """Refuse a policy that is unknown, or does not go with the predictor, before the model is loaded."""
+    from hvd.payoff.policy import make_policy
+    from hvd.payoff.predictor import load_predictor
+
+    make_policy(name, predictor=load_predictor(predictor) if predictor else None)
+
+
+def _encode(llm: LLM, text: str, chat: bool | None) -> list[int]:
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        raise RequestError("this model has no tokenizer")
+    if chat or (chat is None and tokenizer.chat_template is not None):
+        return llm.chat_prompt([{"role": "user", "content": text}])
+    return tokenizer.encode(text)
+
+
+def _print_live(running: Stream) -> None:
+    for piece in running:
+        if piece.text:
+            click.echo(piece.text, nl=False)
+            sys.stdout.flush()
+    click.echo()
+
+
+def _decode_quietly(running: Stream, most: int | None) -> Completion:
+    with progress_bar() as progress:
+        for done, _ in enumerate(running, start=1):
+            progress("decoding", done, most or done)
+    return running.completion()
+
+
+def completion_json(completion: Completion, model: str) -> dict[str, object]:
+    """A completion as `generate --json` prints it; seconds of wall time, arms that had at least one cycle."""
+    stats = completion.stats
+    return {
+        "model": model,
+        "policy": completion.policy,
+        "prompt_tokens": stats.prompt_tokens,
+        "token_ids": completion.token_ids,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason.value,
+        "seconds": {"prefill": stats.prefill_seconds, "decode": stats.decode_seconds},
+        "cycles": stats.cycles,
+        "tokens_per_cycle": stats.tokens_per_cycle,
+        "verify_width_mean": stats.verify_width_mean,
+        "arms": {
+            arm.value: {"cycles": of.cycles, "drafted": of.drafted, "accepted": of.accepted}
+            for arm, of in stats.arms.items()
+        },
+    }
+
+
+def _print_stats(completion: Completion) -> None:
+    from rich.table import Table
+
+    stats = completion.stats
+    rate = len(completion.token_ids) / stats.decode_seconds if stats.decode_seconds else 0.0
+    caption = (
+        f"{len(completion.token_ids)} tokens in {stats.cycles} cycles ({stats.tokens_per_cycle:.2f} a cycle), "
+        f"{rate:.1f} tokens/s, prefill {stats.prefill_seconds:.2f} s"
+    )
+    table = Table("arm", "cycles", "drafted", "accepted", caption=caption, title=f"policy {completion.policy}")
+    for arm, of in stats.arms.items():
+        table.add_row(arm.value, str(of.cycles), str(of.drafted), str(of.accepted))
+    stderr_console().print(table)

@@ -1,0 +1,70 @@
+"""`hvd profile`: measure what passes and drafts cost on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hvd.cli.common import ModelOptions, model_options
+from hvd.cli.console import emit_json, note, progress_bar, stderr_console
+
+if TYPE_CHECKING:
+    from hvd.payoff.cost import CostModel
+
+WIDTHS = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (32, 512, 2048, 4096)
+
+
+@click.command()
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Cost file to write (the one kept for this machine and model when not given).",
+)
+@click.option("--quick", is_flag=True, help="About two seconds, short contexts only.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@model_options
+def profile(out: Path | None, quick: bool, as_json: bool, options: ModelOptions) -> None:
+    """Measure the time of a pass by width and context, and of drafting, and keep it in a cost file.
+
+    The gate weighs drafts against these costs. Without a cost file a quick profile is made at start-up; this one takes
+    a minute or more and knows long contexts. Leave the machine alone meanwhile.
+
+    \b
+    Examples:
+      hvd profile --model SmolLM2-135M-Instruct.Q4_1.gguf
+      hvd profile --model MODEL --eagle3 HEAD --out cost.json
+    """
+    from hvd.payoff.profile import cost_path
+    from hvd.payoff.profile import profile as measure
+    from hvd.types import Arm
+
+    llm = options.open()
+    head = llm.drafters.get(Arm.EAGLE3)
+    with progress_bar() as progress:
+        cost = measure(llm.target, head, quick=quick, progress=progress)
+    path = out or cost_path(llm.target, head)
+    cost.save(path)
+    limit = llm.target.spec.context_limit
+    table = _milliseconds(cost, [context for context in CONTEXTS if context < limit])
+    if as_json:
+        emit_json({"file": str(path), "hardware": cost.hardware, "model": cost.model, "milliseconds": table})
+        return
+    click.echo(str(path))
+    _print(table)
+    note("milliseconds of a pass by verify width (across) and context (down)")
+
+
+def _milliseconds(cost: CostModel, contexts: list[int]) -> dict[str, dict[str, float]]:
+    return {str(c): {str(w): round(cost.verify(w, c) * 1e3, 3) for w in WIDTHS} for c in contexts}
+
+
+def _print(rows: dict[str, dict[str, float]]) -> None:
+    from rich.table import Table
+
+    table = Table("context", *map(str, WIDTHS))
+    for context, row in rows.items():
+        table.add_row(context, *(f"{value:.1f}" for value in row.values()))
+    stderr_console().print(table)

@@ -1,0 +1,387 @@
+"""The command line over a fake target: results on stdout, one clear line for what can't be done, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hvd.testing import FakeTarget
+
+from hvd.cli.common import ModelOptions
+from hvd.cli.main import main
+from hvd.config import EngineConfig
+from hvd.engine.llm import LLM
+from hvd.tokenizer import Tokenizer
+from support import make_llm
+
+V = 512
+SOURCE = Path(__file__).parents[1] / "src"
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def fake(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> FakeTarget:
+    """Every model that a command opens is this target, with a byte-level tokenizer."""
+    target = FakeTarget(V, context_limit=512, order=1, seed=3)
+    tokenizer = Tokenizer.from_directory(tiny_model("llama", vocab=V))
+
+    def open_fake(options: ModelOptions, config: EngineConfig | None = None) -> LLM:
+        return make_llm(target, tokenizer, policy=(config or EngineConfig()).policy)
+
+    monkeypatch.setattr(ModelOptions, "open", open_fake)
+    return target
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def refused(result: tuple[int, str, str], *words: str) -> None:
+    """Exit code 2, nothing on stdout, one line on stderr that says what is wrong."""
+    code, out, err = result
+    assert (code, out) == (2, ""), err
+    assert len(err.splitlines()) == 1, err
+    assert all(word in err for word in words), err
+
+
+def generate_json(run: Run, *arguments: str) -> dict[str, Any]:
+    code, out, err = run("generate", "--model", "fake", "--json", *arguments)
+    assert code == 0, err
+    assert len(out.splitlines()) == 1
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------
+
+
+def test_json_has_exactly_the_documented_keys(fake: FakeTarget, run: Run) -> None:
+    result = generate_json(run, "abc abc", "--max-tokens", "60")
+    assert list(result) == [
+        "model", "policy", "prompt_tokens", "token_ids", "text", "finish_reason", "seconds", "cycles",
+        "tokens_per_cycle", "verify_width_mean", "arms",
+    ]  # fmt: skip
+    assert (result["model"], result["policy"], result["finish_reason"]) == ("fake", "hvd", "length")
+    assert set(result["seconds"]) == {"prefill", "decode"}
+    arms = result["arms"].values()
+    assert all(set(arm) == {"cycles", "drafted", "accepted"} for arm in arms)
+    assert len(result["token_ids"]) == 60 == result["cycles"] + sum(arm["accepted"] for arm in arms)
+    assert result["cycles"] == sum(arm["cycles"] for arm in arms)
+    assert result["tokens_per_cycle"] == pytest.approx(60 / result["cycles"])
+    width = 1 + sum(arm["drafted"] for arm in arms) / result["cycles"]
+    assert result["verify_width_mean"] == pytest.approx(width)
+
+
+def test_policies_give_the_same_tokens_and_drafts_save_cycles(fake: FakeTarget, run: Run) -> None:
+    plain = generate_json(run, "abc abc", "--max-tokens", "100", "--policy", "plain")
+    cache = generate_json(run, "abc abc", "--max-tokens", "100", "--policy", "cache")
+    assert cache["token_ids"] == plain["token_ids"]
+    assert plain["cycles"] == 100 > cache["cycles"]
+    assert plain["arms"] == {"plain": {"cycles": 100, "drafted": 0, "accepted": 0}}
+
+
+def test_a_seed_gives_the_same_text_under_every_policy(fake: FakeTarget, run: Run) -> None:
+    sampled = ["abc", "--temperature", "2.5", "--top-p", "0.9", "--max-tokens", "40"]
+    first = generate_json(run, *sampled, "--seed", "7", "--policy", "plain")
+    assert generate_json(run, *sampled, "--seed", "7")["token_ids"] == first["token_ids"]
+    assert generate_json(run, *sampled, "--seed", "8")["token_ids"] != first["token_ids"]
+
+
+def test_text_is_all_that_stdout_gets(fake: FakeTarget, run: Run) -> None:
+    text = generate_json(run, "abc")["text"]
+    for how in ((), ("--stream",), ("--no-stream", "--stats")):
+        code, out, err = run("generate", "abc", "--model", "fake", *how)
+        assert (code, out) == (0, text + "\n")
+        assert ("accepted" in err) == ("--stats" in how)
+        assert err == "" or "--stats" in how
+
+
+def test_chat_wraps_the_prompt_as_one_user_message_and_raw_does_not(fake: FakeTarget, run: Run) -> None:
+    wrapped = "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
+    by_default = generate_json(run, "abc")
+    assert by_default["token_ids"] == generate_json(run, "abc", "--chat")["token_ids"]
+    assert by_default["token_ids"] == generate_json(run, wrapped, "--raw")["token_ids"]
+    assert generate_json(run, "abc", "--raw")["prompt_tokens"] < by_default["prompt_tokens"]
+
+
+def test_the_prompt_may_come_from_a_file_or_from_stdin(
+    fake: FakeTarget, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("wie geht's, Älter?\n", "utf-8")
+    expected = generate_json(run, "wie geht's, Älter?\n")["token_ids"]
+    assert generate_json(run, "--file", str(file))["token_ids"] == expected
+    with file.open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert generate_json(run, "--file", "-")["token_ids"] == expected
+
+
+def test_stops_end_the_answer(fake: FakeTarget, run: Run) -> None:
+    result = generate_json(run, "abc", "--max-tokens", "50")
+    stop = result["token_ids"][9]
+    ended = generate_json(run, "abc", "--max-tokens", "50", "--stop-token-ids", str(stop))
+    assert ended["finish_reason"] == "stop"
+    assert ended["token_ids"] == result["token_ids"][: result["token_ids"].index(stop) + 1]
+    piece = result["text"][5:8]
+    assert generate_json(run, "abc", "--stop", piece)["text"] == result["text"][: result["text"].index(piece)]
+
+
+# -- what can't be done -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ["give a prompt or --file"]),
+        (("abc", "--file", "x"), ["give a prompt or --file"]),
+        (("",), ["prompt is empty"]),
+        (("  \n",), ["prompt is empty"]),
+        (("abc", "--policy", "fastest"), ["unknown policy 'fastest'", "match-len"]),
+        (("abc", "--policy", "match-len:x"), ["match-len"]),
+        (("abc", "--policy", "hvd-paper"), ["hvd-paper", "predictor"]),
+        (("abc", "--temperature", "nan"), ["temperature", "nan"]),
+        (("abc", "--temperature", "-0.1"), ["temperature", "-0.1"]),
+        (("abc", "--temperature", "inf"), ["temperature", "inf"]),
+        (("abc", "--temperature", "warm"), ["--temperature", "warm"]),
+        (("abc", "--top-p", "0"), ["top_p"]),
+        (("abc", "--top-p", "nan"), ["top_p", "nan"]),
+        (("abc", "--min-p", "1.5"), ["min_p"]),
+        (("abc", "--top-k", "-2"), ["top_k"]),
+        (("abc", "--max-tokens", "0"), ["max_tokens"]),
+        (("abc", "--max-tokens", "1.5"), ["--max-tokens"]),
+        (("abc", "--repetition-penalty", "0"), ["repetition_penalty"]),
+        (("abc", "--repetition-penalty", "nan"), ["repetition_penalty", "nan"]),
+        (("abc", "--seed", "1e9"), ["--seed"]),
+        (("abc", "--stop", ""), ["stop"]),
+        (("abc", "--threads", "0"), ["--threads"]),
+        (("abc", "--predictor", "/no/such.npz"), ["/no/such.npz"]),
+        (("abc", "--frobnicate"), ["--frobnicate"]),
+        (("--file", "/no/such/prompt.txt"), ["/no/such/prompt.txt"]),
+        (("--file", "."), ["can't read"]),
+        (("x " * 600,), ["512"]),
+    ],
+)  # fmt: skip
+def test_what_cant_be_served_gets_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], words: list[str], fake: FakeTarget, run: Run
+) -> None:
+    refused(run("generate", "--model", "fake", "--json", *arguments), *words)
+
+
+def test_a_prompt_file_that_is_not_text_is_refused(fake: FakeTarget, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"abc\xff\xfe")
+    refused(run("generate", "--model", "fake", "--file", str(tmp_path / "x.bin")), "not UTF-8")
+
+
+def test_a_missing_option_or_command_is_refused(run: Run) -> None:
+    refused(run("generate", "abc"), "--model")
+    refused(run("frobnicate"), "frobnicate")
+
+
+@pytest.mark.parametrize("command", [("generate", "abc"), ("convert",), ("profile",)])
+def test_models_that_are_no_models_are_refused(command: tuple[str, ...], run: Run, tmp_path: Path) -> None:
+    torn = tmp_path / "torn.gguf"
+    torn.write_bytes(b"GGUF\x03\x00\x00")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for path in (tmp_path / "missing.gguf", torn, empty):
+        refused(run(*command, "--model", str(path)), path.name)
+
+
+def test_an_interruption_is_one_line_and_exit_code_130(
+    fake: FakeTarget, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake, "forward", interrupted)
+    assert run("generate", "abc", "--model", "fake") == (130, "", "hvd: interrupted\n")
+
+
+def test_a_fault_is_one_line_and_its_traceback_is_for_the_asking(
+    fake: FakeTarget, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("on\npurpose")
+
+    monkeypatch.setattr(fake, "forward", broken)
+    monkeypatch.delenv("HVD_DEBUG", raising=False)
+    code, out, err = run("generate", "abc", "--model", "fake")
+    assert (code, out, len(err.splitlines())) == (1, "", 1)
+    assert "ZeroDivisionError: on purpose" in err
+    assert "HVD_DEBUG=1" in err
+    monkeypatch.setenv("HVD_DEBUG", "1")
+    code, out, err = run("generate", "abc", "--model", "fake")
+    assert (code, out) == (1, "")
+    assert "Traceback" in err
+
+
+# -- the program ------------------------------------------------------------------------------------------------------
+
+
+def program(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    heavy = ["numpy", "numba", "onnx", "onnxruntime", "torch", "transformers", "tokenizers", "pyarrow", "rich"]
+    check = f"print('heavy', sorted(set({heavy!r}) & set(sys.modules)))"
+    for arguments in (["--help"], ["--version"], ["generate", "--help"], ["bench", "--help"]):
+        done = program(f"import sys; from hvd.cli.main import main; assert main({arguments!r}) == 0; {check}")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "heavy []"
+        assert done.stderr == ""
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = "import os, sys; from hvd.cli.main import run; sys.argv = ['hvd', '--help']; os.close(1); r, w = os.pipe(); os.close(r); run()"
+    done = program(code)
+    assert done.stderr == ""
+    assert done.returncode == 1
+
+
+def test_every_command_has_help_with_an_example(run: Run) -> None:
+    for command in ("generate", "convert", "profile", "trace collect", "trace import", "trace show", "train predictor",
+                    "replay", "bench", "demo"):  # fmt: skip
+        code, out, err = run(*command.split(), "--help")
+        assert (code, err) == (0, "")
+        assert f"  hvd {command}" in out.split("Examples:")[1]
+
+
+# -- traces, training, replay -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "talks.jsonl"
+    ask = [{"role": "user", "content": "first"}, {"role": "user", "content": "second"}]
+    answered = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a recorded answer"}]
+    records: list[dict[str, Any]] = [{"id": "open/1", "gen": "open", "messages": ask, "split": "train"}]
+    records += [{"id": "replay/1", "gen": "replay", "messages": answered * 2, "split": "train"}]
+    records += [{"id": f"single/{i}", "prompt": f"number {i}", "split": "test"} for i in range(8)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+    return path
+
+
+def shown(run: Run, *arguments: str) -> list[dict[str, Any]]:
+    code, out, err = run("trace", "show", "--json", *arguments)
+    assert code == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_collected_traces_hold_every_turn_and_are_not_collected_twice(
+    fake: FakeTarget, run: Run, prompts: Path, tmp_path: Path
+) -> None:
+    from hvd.traces.reader import read_traces
+
+    out = tmp_path / "traces"
+    collect = ("trace", "collect", str(prompts), "--out", str(out), "--model", "fake", "--max-tokens", "48")
+    code, stdout, err = run(*collect)
+    assert (code, stdout) == (0, ""), err
+    found = {trace.id: trace for trace in read_traces(out)}
+    assert set(found) == {"open/1#turn0", "open/1#turn1", "replay/1#turn0", "replay/1#turn1", *(f"single/{i}" for i in range(8))}
+    for trace in found.values():
+        assert sum(step.committed for step in trace.steps) == len(trace.response) == 48
+    tokenizer = make_tokenizer(fake)
+    assert "a recorded answer" in tokenizer(found["replay/1#turn1"].prompt)
+    generated = tokenizer(found["open/1#turn0"].response)
+    assert generated in tokenizer(found["open/1#turn1"].prompt)
+    passes = len(fake.passes)
+    assert "0 traces written" in run(*collect)[2]
+    assert len(fake.passes) == passes
+    [row] = shown(run, str(out))
+    assert (row["traces"], row["response_tokens"]) == (12, 12 * 48)
+    cycles = shown(run, str(out), "--id", "single/3")
+    assert sum(cycle["committed"] for cycle in cycles) == 48
+    refused(run("trace", "show", str(out), "--id", "nobody"), "nobody")
+
+
+def make_tokenizer(fake: FakeTarget) -> Callable[[Any], str]:
+    tokenizer = ModelOptions.open(None).tokenizer  # type: ignore[arg-type]
+    assert tokenizer is not None
+    return lambda ids: tokenizer.decode(ids.tolist())
+
+
+def test_a_broken_off_conversation_is_completed(
+    fake: FakeTarget, run: Run, prompts: Path, tmp_path: Path
+) -> None:
+    from hvd.traces.reader import read_traces
+
+    out = tmp_path / "traces"
+    collect = ("trace", "collect", str(prompts), "--out", str(out), "--model", "fake", "--max-tokens", "20")
+    assert run(*collect, "--turns", "1")[0] == 0
+    assert run(*collect)[0] == 0
+    ids = [trace.id for trace in read_traces(out)]
+    assert len(ids) == len(set(ids))
+    assert {"open/1#turn0", "open/1#turn1"} <= set(ids)
+
+
+def test_recorded_turns_train_a_predictor_and_replay_policies(
+    fake: FakeTarget, run: Run, prompts: Path, tmp_path: Path
+) -> None:
+    traces, cost, predictor = tmp_path / "traces", tmp_path / "cost.json", tmp_path / "predictor.npz"
+    args = ("--out", str(traces), "--model", "fake", "--max-tokens", "200")
+    assert run("trace", "collect", str(prompts), *args)[0] == 0
+    code, out, err = run("profile", "--model", "fake", "--quick", "--out", str(cost), "--json")
+    assert code == 0, err
+    assert json.loads(out)["file"] == str(cost)
+    assert cost.exists()
+
+    code, out, err = run("train", "predictor", str(traces), "--out", str(predictor), "--keep-loops", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert [entry["kind"] for entry in report["judged"]] == ["every position", "cycle boundaries"]
+    assert predictor.exists()
+
+    names = "plain,match-len:3,hvd,oracle"
+    code, out, err = run("replay", str(traces), "--cost", str(cost), "--policies", names, "--predictor", str(predictor), "--json")
+    assert code == 0, err
+    played = json.loads(out)["policies"]
+    assert set(played) == set(names.split(","))
+    assert played["plain"]["speedup_micro"] == 1.0
+    assert min(entry["regret_micro"] for entry in played.values()) == 0.0 == played["oracle"]["regret_micro"]
+    code, out, err = run("replay", str(traces), "--cost", str(cost))
+    assert (code, err.count("\n")) == (0, 1)
+    assert "oracle" in out
+
+
+def test_imported_conversations_are_traces(run: Run, prompts: Path, tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    out = tmp_path / "traces"
+    code, stdout, err = run("trace", "import", str(prompts), "--out", str(out), "--model", str(tiny_model("llama", vocab=V)))
+    assert (code, stdout) == (0, ""), err
+    [row] = shown(run, str(out))
+    assert (row["model"], row["traces"]) == ("recorded", 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("trace", "collect", "/no/such.jsonl", "--out", "x", "--model", "fake"), "/no/such.jsonl"),
+        (("trace", "show", "/no/such"), "/no/such"),
+        (("train", "predictor", "/no/such", "--out", "x.npz"), "/no/such"),
+        (("replay", "/no/such", "--cost", "/no/cost.json"), "/no/cost.json"),
+        (("replay", ".", "--cost", "c", "--head", "often"), "--head"),
+        (("bench", "--model", "fake", "--data", "/no/such.jsonl"), "/no/such.jsonl"),
+    ],
+)
+def test_files_that_cant_be_read_are_named(arguments: tuple[str, ...], word: str, fake: FakeTarget, run: Run) -> None:
+    refused(run(*arguments), word)
+
+
+def test_a_directory_that_cant_be_made_is_refused(fake: FakeTarget, run: Run, prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    refused(
+        run("trace", "collect", str(prompts), "--out", str(tmp_path / "file" / "traces"), "--model", "fake"), "file"
+    )
