@@ -67,6 +67,14 @@ class TestText:
         assert tokenizer.decode([size, *a, -1, size + 5, 2**31, 2**40, *a]) == "aa"
         assert tokenizer.token_bytes(size) == tokenizer.token_bytes(-1) == b""
 
+    def test_free_ids_in_the_middle(self) -> None:
+        tokenizer = Tokenizer(
+            tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 3, "c": 4, "d": 5}, unk_token="a"))
+        )
+        assert tokenizer.vocab_size == 6
+        assert tokenizer.decode([0, 1, 5]) == "a d"
+        assert len(tokenizer.token_classes()) == 6
+
     def test_numpy_ids(self) -> None:
         tokenizer = Tokenizer(byte_level(EOS))
         assert tokenizer.decode(np.array(tokenizer.encode(TEXT), np.int32)) == TEXT  # type: ignore[arg-type]
@@ -187,9 +195,7 @@ class TestDirectory:
 
     def test_added_token_under_another_id_is_refused(self, directory: Path) -> None:
         write(directory / "tokenizer_config.json", {"added_tokens_decoder": {"5": {"content": "<call>"}}})
-        with pytest.raises(
-            CheckpointError, match="id 5 by tokenizer_config"
-        ):
+        with pytest.raises(CheckpointError, match="id 5 by tokenizer_config"):
             Tokenizer.from_directory(directory)
 
     def test_transformers_reads_the_same(self, directory: Path) -> None:

@@ -23,6 +23,7 @@ from hvd.errors import CheckpointError, RequestError
 __all__ = ["IncrementalDetokenizer", "TokenClass", "Tokenizer", "read_eos_token_ids"]
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_MAX_ID = 2**31
 _TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 SPACE_MARK = "\u2581"
 
@@ -63,7 +64,7 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens or {})
         added = inner.get_added_tokens_decoder()
         self._special = {id_ for id_, token in added.items() if token.special}
-        self.vocab_size = max(inner.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
+        self.vocab_size = _size_of(inner, added)
         self.bos_token_id = self._id_of("bos_token")
         end = self._id_of("eos_token")
         self.eos_token_ids = tuple(eos_token_ids) or (() if end is None else (end,))
@@ -123,12 +124,12 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids to text. Ids outside the vocabulary give nothing; bytes that are no UTF-8 become replacement marks."""
-        known = [int(id_) for id_ in ids if 0 <= id_ < self.vocab_size]
+        known = [int(id_) for id_ in ids if 0 <= id_ < _MAX_ID]
         return self._inner.decode(known, skip_special_tokens=skip_special_tokens)
 
     def token(self, id_: int, skip_special_tokens: bool) -> str | None:
         """The token as the vocabulary spells it; None outside the vocabulary or when skipped as special."""
-        if not 0 <= id_ < self.vocab_size or (skip_special_tokens and id_ in self._special):
+        if not 0 <= id_ < _MAX_ID or (skip_special_tokens and id_ in self._special):
             return None
         return self._inner.id_to_token(id_)
 
@@ -224,6 +225,14 @@ def _letter_classes(byte_level: bool) -> NDArray[np.uint8]:
         for letter, byte in BYTE_OF_LETTER.items():
             bits[ord(letter)] = bits[byte]
     return bits
+
+
+def _size_of(inner: tokenizers.Tokenizer, added: Mapping[int, AddedToken]) -> int:
+    """Highest id + 1. The number of tokens is that, unless some ids below are free (then the last ids are tried)."""
+    size = max(inner.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
+    while inner.id_to_token(size) is not None:
+        size += 1
+    return size
 
 
 def read_eos_token_ids(path: Path) -> tuple[int, ...]:

@@ -55,6 +55,8 @@ def read_gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     if not tokens:
         raise CheckpointError(f"{file.path} holds no tokenizer (tokenizer.ggml.tokens)")
     kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise CheckpointError(f"{file.path} has {len(kinds)} token types for {len(tokens)} tokens")
     builders: dict[str, Callable[..., tokenizers.Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}
     model = metadata.get("tokenizer.ggml.model")
     if model not in builders:
