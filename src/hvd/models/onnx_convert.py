@@ -47,10 +47,14 @@ def convert(checkpoint: Checkpoint, weights: str, progress: Progress | None = No
             write(fresh, checkpoint, weights, progress or (lambda what, share: None))
             publish(fresh, final, checkpoint.fingerprint, weights)
     except OSError as error:
-        raise CheckpointError(f"can't write the converted model to {final.parent} ({error}); set HVD_CACHE to another place") from error
+        raise CheckpointError(
+            f"can't write the converted model to {final.parent} ({error}); set HVD_CACHE to another place"
+        ) from error
     done = find(checkpoint.fingerprint, weights)
     if done is None:
-        raise CheckpointError(f"the converted model in {final} is not as written; remove that directory and try again")
+        raise CheckpointError(
+            f"the converted model in {final} is not as written; remove that directory and try again"
+        )
     return done
 
 
@@ -62,7 +66,11 @@ def write(directory: Path, checkpoint: Checkpoint, weights: str, progress: Progr
             progress(what, done / (checkpoint.config.num_layers + 2))
         builder.save(checkpoint.name)
     checkpoint.tokenizer().save(directory)
-    describe(Converted(directory, checkpoint.config, checkpoint.name, checkpoint.fingerprint, weights, source.fates))
+    describe(
+        Converted(
+            directory, checkpoint.config, checkpoint.name, checkpoint.fingerprint, weights, source.fates
+        )
+    )
     progress("done", 1.0)
 
 

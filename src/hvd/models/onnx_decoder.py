@@ -13,6 +13,10 @@ from hvd.models.rope import cos_sin
 from hvd.types import Float32Array
 
 
+PADDING = 1
+"""Positions that a pass may compute behind the last one asked for (see `onnx_target`)."""
+
+
 class WeightSource(Protocol):
     """A checkpoint's tensors, by their Hugging Face names."""
 
@@ -33,17 +37,24 @@ def build_decoder(builder: GraphBuilder, config: ModelConfig, weights: WeightSou
     builder.input("input_ids", "int64", [1, "n"])
     builder.input("rows", "int64", ["m"])
     builder.attention_inputs()
-    positions = np.arange(config.context_limit, dtype=np.int64)
+    positions = np.arange(config.context_limit + PADDING, dtype=np.int64)
     cos, sin = cos_sin(config.rope, config.head_dim, config.context_limit, positions)
     builder.rotary(cos.astype(np.float32), sin.astype(np.float32))
     yield "embedding"
-    state = builder.embedding("input_ids", "model.embed_tokens", weights.matrix("model.embed_tokens.weight", bits=8), out="entering.0")
+    state = builder.embedding(
+        "input_ids",
+        "model.embed_tokens",
+        weights.matrix("model.embed_tokens.weight", bits=8),
+        out="entering.0",
+    )
     update = ""
     for layer in range(config.num_layers):
         yield f"layer {layer + 1} of {config.num_layers}"
         state, update = _layer(builder, config, weights, layer, state, update)
     yield "output matrix"
-    normed, _ = builder.add_norm(update, state, "model.norm", weights.plain("model.norm.weight"), config.norm_eps)
+    normed, _ = builder.add_norm(
+        update, state, "model.norm", weights.plain("model.norm.weight"), config.norm_eps
+    )
     wanted = builder.node("Gather", [normed, "rows"], ["model.norm.rows"], axis=1)
     name = "model.embed_tokens" if config.tied else "lm_head"
     logits = builder.linear(wanted, name, weights.matrix(f"{name}.weight"), out="logits")
@@ -57,13 +68,17 @@ def _layer(
     name = f"model.layers.{layer}"
     gain = weights.plain(f"{name}.input_layernorm.weight")
     if update:
-        normed, state = builder.add_norm(update, state, f"{name}.input_layernorm", gain, config.norm_eps, f"entering.{layer}")
+        normed, state = builder.add_norm(
+            update, state, f"{name}.input_layernorm", gain, config.norm_eps, f"entering.{layer}"
+        )
     else:
         normed = builder.rms_norm(state, f"{name}.input_layernorm", gain, config.norm_eps)
     builder.output(state, "float32", [1, "n", config.hidden_size])
     attended = _attention(builder, config, weights, f"{name}.self_attn", layer, normed)
     gain = weights.plain(f"{name}.post_attention_layernorm.weight")
-    normed, state = builder.add_norm(attended, state, f"{name}.post_attention_layernorm", gain, config.norm_eps)
+    normed, state = builder.add_norm(
+        attended, state, f"{name}.post_attention_layernorm", gain, config.norm_eps
+    )
     gate = _linear(builder, weights, normed, f"{name}.mlp.gate_proj", config.mlp_bias)
     up = _linear(builder, weights, normed, f"{name}.mlp.up_proj", config.mlp_bias)
     active = builder.gated(gate, up, f"{name}.mlp")
@@ -82,10 +97,16 @@ def _attention(
     shape: list[int | str] = [1, config.num_kv_heads, "capacity", config.head_dim]
     past = tuple(builder.input(f"past.{layer}.{part}", "float32", shape) for part in ("key", "value"))
     present = tuple(builder.output(f"present.{layer}.{part}", "float32", shape) for part in ("key", "value"))
-    sizes = {"num_heads": config.num_heads, "kv_num_heads": config.num_kv_heads, "scale": config.head_dim**-0.5}
-    out = builder.attention(name, q, k, v, (past[0], past[1]), (present[0], present[1]), **sizes)
+    sizes = {
+        "num_heads": config.num_heads,
+        "kv_num_heads": config.num_kv_heads,
+        "scale": config.head_dim**-0.5,
+    }
+    out = builder.attention(name, (q, k, v), (past[0], past[1]), (present[0], present[1]), **sizes)
     return _linear(builder, weights, out, f"{name}.o_proj", config.o_bias)
 
 
 def _linear(builder: GraphBuilder, weights: WeightSource, x: str, name: str, bias: bool) -> str:
-    return builder.linear(x, name, weights.matrix(f"{name}.weight"), weights.plain(f"{name}.bias") if bias else None)
+    return builder.linear(
+        x, name, weights.matrix(f"{name}.weight"), weights.plain(f"{name}.bias") if bias else None
+    )

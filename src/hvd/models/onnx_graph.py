@@ -46,7 +46,9 @@ class GraphBuilder:
     def __enter__(self) -> GraphBuilder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
 
     # -- values ---------------------------------------------------------------------------------------------------
@@ -64,10 +66,14 @@ class GraphBuilder:
     def constant(self, name: str, array: NDArray[Any]) -> str:
         """Store an array under `name` (once; the same name again is the same array)."""
         if name not in self._constants:
-            self._constants[name] = self._small(name, array) if array.nbytes < SMALL else self._external(name, array)
+            self._constants[name] = (
+                self._small(name, array) if array.nbytes < SMALL else self._external(name, array)
+            )
         return name
 
-    def node(self, kind: str, inputs: list[str], outputs: list[str], domain: str = "", **attributes: Any) -> str:
+    def node(
+        self, kind: str, inputs: list[str], outputs: list[str], domain: str = "", **attributes: Any
+    ) -> str:
         """Append an operator; returns its first output. Empty names stand for absent inputs and outputs."""
         name = f"{kind}/{outputs[0]}"
         self._nodes.append(helper.make_node(kind, inputs, outputs, name=name, domain=domain, **attributes))
@@ -75,7 +81,9 @@ class GraphBuilder:
 
     # -- pieces of a transformer ----------------------------------------------------------------------------------
 
-    def linear(self, x: str, name: str, weight: Weight, bias: Float32Array | None = None, out: str = "") -> str:
+    def linear(
+        self, x: str, name: str, weight: Weight, bias: Float32Array | None = None, out: str = ""
+    ) -> str:
         """`x @ weight.T + bias`. weight [N, K] in blocks or float32; bias float32 [N]. Gives [1, n, N]."""
         out = out or f"{name}.out"
         if isinstance(weight, BlockWeight):
@@ -104,7 +112,14 @@ class GraphBuilder:
     def rms_norm(self, x: str, name: str, gain: Float32Array, epsilon: float) -> str:
         """`gain * x / sqrt(mean(x^2) + epsilon)` over the last axis."""
         gamma = self.constant(f"{name}.gain", gain)
-        return self.node("SimplifiedLayerNormalization", [x, gamma], [f"{name}.out"], axis=-1, epsilon=epsilon, stash_type=1)
+        return self.node(
+            "SimplifiedLayerNormalization",
+            [x, gamma],
+            [f"{name}.out"],
+            axis=-1,
+            epsilon=epsilon,
+            stash_type=1,
+        )
 
     def add_norm(
         self, x: str, residual: str, name: str, gain: Float32Array, epsilon: float, total: str = ""
@@ -112,36 +127,49 @@ class GraphBuilder:
         """(rms_norm(x + residual), x + residual) in one operator; `total` names the sum."""
         gamma = self.constant(f"{name}.gain", gain)
         outputs = [f"{name}.out", "", "", total or f"{name}.sum"]
-        normed = self.node("SkipSimplifiedLayerNormalization", [x, residual, gamma], outputs, FUSED, epsilon=epsilon)
+        normed = self.node(
+            "SkipSimplifiedLayerNormalization", [x, residual, gamma], outputs, FUSED, epsilon=epsilon
+        )
         return normed, outputs[3]
 
     def head_norm(self, x: str, name: str, gain: Float32Array, epsilon: float) -> str:
         """`rms_norm` over each head: x [1, n, heads * D], gain float32 [D] (Qwen3)."""
         width = len(gain)
-        split = self.node("Reshape", [x, self.constant(f"to_heads_{width}", np.array([0, 0, -1, width]))], [f"{name}.heads"])
+        split = self.node(
+            "Reshape", [x, self.constant(f"to_heads_{width}", np.array([0, 0, -1, width]))], [f"{name}.heads"]
+        )
         normed = self.rms_norm(split, name, gain, epsilon)
-        return self.node("Reshape", [normed, self.constant("from_heads", np.array([0, 0, -1]))], [f"{name}.flat"])
+        return self.node(
+            "Reshape", [normed, self.constant("from_heads", np.array([0, 0, -1]))], [f"{name}.flat"]
+        )
 
-    def attention(self, name: str, q: str, k: str, v: str, past: tuple[str, str], present: tuple[str, str], **sizes: Any) -> str:
+    def attention(
+        self,
+        name: str,
+        qkv: tuple[str, str, str],
+        past: tuple[str, str],
+        present: tuple[str, str],
+        **sizes: Any,
+    ) -> str:
         """Causal grouped-query attention with rotary embedding over a KV buffer that is read and extended in place.
 
-        q, k, v        [1, n, heads * D], [1, n, kv_heads * D] twice; or q = all three side by side, and k = v = ""
+        qkv            [1, n, heads * D], [1, n, kv_heads * D], [1, n, kv_heads * D]
         past, present  keys and values, float32 [1, kv_heads, capacity, D]; bind input and output to the same memory
         sizes          num_heads, kv_num_heads, scale
 
-        Reads the shared values that `rotary` and `attention_inputs` declare.
+        The n tokens stand at the last n of `total_length` positions. Reads what `rotary` and `attention_inputs` declare.
         """
-        inputs = [q, k, v, *past, "last_position", "total_length", "rope.cos", "rope.sin", "position_ids", "attention_bias"]
-        return self.node("GroupQueryAttention", inputs, [f"{name}.out", *present], FUSED, do_rotary=1, **sizes)
+        inputs = [*qkv, *past, "last_position", "total_length", "rope.cos", "rope.sin"]
+        return self.node(
+            "GroupQueryAttention", inputs, [f"{name}.out", *present], FUSED, do_rotary=1, **sizes
+        )
 
     def attention_inputs(self) -> None:
-        """Declare what every attention reads: last_position int32 [1] (positions in use after the pass, minus 1),
-        total_length int32 [] (that plus 1), position_ids int64 [1, n], attention_bias float32 [1, 1, n, total_length].
+        """Declare what every attention reads: total_length int32 [], the positions in use after the pass, and
+        last_position int32 [1], that minus 1.
         """
         self.input("last_position", "int32", [1])
         self.input("total_length", "int32", [])
-        self.input("position_ids", "int64", [1, "n"])
-        self.input("attention_bias", "float32", [1, 1, "n", "total"])
 
     def rotary(self, cos: Float32Array, sin: Float32Array) -> None:
         """Store the rotary tables, float32 [positions, D/2] each (`hvd.models.rope.cos_sin`)."""
@@ -166,7 +194,11 @@ class GraphBuilder:
 
     def _blocks(self, name: str, weight: BlockWeight) -> tuple[str, str, str]:
         data = self.constant(f"{name}.int{weight.bits}", weight.blocks)
-        return data, self.constant(f"{name}.scales{weight.bits}", weight.scales), self.constant(f"{name}.zeros{weight.bits}", weight.zeros)
+        return (
+            data,
+            self.constant(f"{name}.scales{weight.bits}", weight.scales),
+            self.constant(f"{name}.zeros{weight.bits}", weight.zeros),
+        )
 
     def _view(self, name: str, alias: str, shape: tuple[int, ...]) -> str:
         """The bytes of a stored array a second time, under another name and shape, without storing them again."""
@@ -183,9 +215,15 @@ class GraphBuilder:
 
     def _external(self, name: str, array: NDArray[Any]) -> onnx.TensorProto:
         self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
-        proto = onnx.TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(array.dtype), dims=array.shape)
+        proto = onnx.TensorProto(
+            name=name, data_type=helper.np_dtype_to_tensor_dtype(array.dtype), dims=array.shape
+        )
         proto.data_location = TensorProto.EXTERNAL
-        for key, value in (("location", WEIGHTS_FILE), ("offset", self._file.tell()), ("length", array.nbytes)):
+        for key, value in (
+            ("location", WEIGHTS_FILE),
+            ("offset", self._file.tell()),
+            ("length", array.nbytes),
+        ):
             proto.external_data.add(key=key, value=str(value))
         self._file.write(memoryview(np.ascontiguousarray(array)).cast("B"))
         return proto

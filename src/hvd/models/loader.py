@@ -1,0 +1,82 @@
+"""Opens a model for decoding: picks the backend and the weight format, converts where that was not done yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from hvd.errors import ConfigError, MissingExtraError
+from hvd.models.checkpoint import Checkpoint, load_checkpoint
+from hvd.models.onnx_cache import FORMATS, Converted, find
+from hvd.models.target import Target
+from hvd.tokenizer import Tokenizer
+
+Progress = Callable[[str, float], None]
+
+AUTO_WEIGHTS = "int8"
+"""See docs/losslessness.md: 4 bits are faster in narrow passes, but cost quality that a user would notice."""
+
+
+def load_target(
+    source: str | Path,
+    *,
+    backend: Literal["auto", "onnx", "torch"] = "auto",
+    weights: str = "auto",
+    aux_layers: Sequence[int] | None = None,
+    threads: int | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> tuple[Target, Tokenizer]:
+    """Open a Hugging Face directory, a hub id or a GGUF file.
+
+    backend      "auto": onnx on a CPU, torch on any other device
+    weights      onnx: "int4", "int8", "fp32"; torch: "float64", "float32", "bfloat16", "float16"; "auto" = int8, or
+                 float32 (torch on a CPU), or bfloat16 (torch on a GPU)
+    aux_layers   layers whose entering states a pass can return; None = those that EAGLE3 heads take
+    threads      None = all cores
+    progress     told what is done, and the share of it, while a model is converted for the first time
+
+    Raises ConfigError for a parameter out of range, MissingExtraError when torch is asked for and not there, and what
+    `load_checkpoint` and the conversion raise.
+    """
+    if backend not in ("auto", "onnx", "torch"):
+        raise ConfigError(f"backend must be 'auto', 'onnx' or 'torch', got {backend!r}")
+    if backend == "onnx" and device != "cpu":
+        raise ConfigError(f"the onnx backend runs on device 'cpu', got {device!r}; use backend 'torch'")
+    checkpoint = load_checkpoint(source)
+    if backend == "torch" or device != "cpu":
+        return _torch(checkpoint, weights, aux_layers, threads, device), checkpoint.tokenizer()
+    converted = converted_model(checkpoint, weights, progress)
+    from hvd.models.onnx_target import OnnxTarget
+
+    target = OnnxTarget(converted, aux_layers=aux_layers, threads=threads)
+    return target, Tokenizer.from_directory(converted.directory)
+
+
+def converted_model(
+    checkpoint: Checkpoint, weights: str = "auto", progress: Progress | None = None
+) -> Converted:
+    """The conversion of a checkpoint, made now unless it is there. Raises as `onnx_convert.convert`."""
+    weights = AUTO_WEIGHTS if weights == "auto" else weights
+    if weights not in FORMATS:
+        raise ConfigError(
+            f"weights must be 'auto' or one of {', '.join(FORMATS)} on the onnx backend, got {weights!r}"
+        )
+    known = find(checkpoint.fingerprint, weights)
+    if known is not None:
+        return known
+    from hvd.models.onnx_convert import convert
+
+    return convert(checkpoint, weights, progress)
+
+
+def _torch(
+    checkpoint: Checkpoint, weights: str, aux_layers: Sequence[int] | None, threads: int | None, device: str
+) -> Target:
+    try:
+        from hvd.models.torch_target import TorchTarget
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("the torch backend", "torch") from error
+    dtype = ("float32" if device == "cpu" else "bfloat16") if weights == "auto" else weights
+    return TorchTarget(checkpoint, device=device, dtype=dtype, aux_layers=aux_layers, threads=threads)

@@ -1,0 +1,227 @@
+"""The ONNX Runtime backend: what decodes on a CPU.
+
+**Bit for bit.** The logits of a token depend on its prefix alone, not on the shape of the pass that computes it. Two
+measures see to that (measured in tests/test_onnx_bitwise.py, over every width up to 130 and all weight formats):
+
+Padding. ONNX Runtime computes a row that stands alone in its block with another kernel (matrix times vector), whose
+last bits differ. Attention cuts queries into blocks of 2 * head_dim, or a power of two where the processor's second-level cache
+is small. So a pass in which one row would be left over is widened by a dummy behind the end; it is never narrower than 2.
+
+Trees in pieces. Attention sums over keys in the order, and in the vector lanes, in which they lie. A side branch behind a mask,
+with strangers between its ancestors, would come out slightly different from the same tokens as a chain. So a tree is
+computed as its chains, each at the place where it would stand as plain text: bitwise equal, at the cost of one pass a branch.
+On this backend chains are the better draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnxruntime
+
+from hvd.errors import ConfigError
+from hvd.models.onnx_cache import Converted
+from hvd.models.onnx_session import OnnxKVCache, bind, bind_result, open_session
+from hvd.models.spans import check_spans, depths
+from hvd.models.target import KVCache, Span, SpanOutput, Target, TargetSpec
+from hvd.types import ROOT, Float32Array, Int32Array, Int64Array
+
+SLACK = 1
+"""Dummies that a pass may have."""
+MAX_WIDTH = 256
+"""Wider spans are computed in pieces: they gain nothing, and activations would take ever more memory."""
+
+
+class OnnxTarget(Target):
+    """A converted model in ONNX Runtime. Spans of several requests are computed one after the other."""
+
+    def __init__(
+        self, converted: Converted, *, aux_layers: Sequence[int] | None = None, threads: int | None = None
+    ) -> None:
+        """Map the weights and prepare them for multiplication.
+
+        aux_layers   layers whose entering states a pass can return; None = those that EAGLE3 heads take
+        threads      None = as many as there are cores
+
+        Raises ConfigError for a parameter out of range, CheckpointError when the files can't be read.
+        """
+        config = converted.config
+        layers = config.default_aux_layers if aux_layers is None else tuple(aux_layers)
+        if list(layers) != sorted(set(layers)) or any(not 0 <= layer < config.num_layers for layer in layers):
+            raise ConfigError(f"aux_layers must ascend within [0, {config.num_layers}), got {layers}")
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threads must be at least 1, got {threads}")
+        self.config = config
+        self.spec = TargetSpec(
+            name=converted.name,
+            family=config.family,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+            context_limit=config.context_limit,
+            aux_layers=layers,
+            fingerprint=converted.fingerprint,
+            backend="onnx",
+            weights=converted.weights,
+            min_width=2,
+            shared_passes=False,
+        )
+        self._session = open_session(converted.directory, threads)
+        self._ids = np.zeros((1, MAX_WIDTH + SLACK), np.int64)
+        self._positions = np.arange(MAX_WIDTH + SLACK, dtype=np.int64)
+        self._last = np.zeros(1, np.int32)
+        self._total = np.zeros((), np.int32)
+        self._logits = np.empty((0, config.vocab_size), np.float32)
+        self._entering = np.empty((len(layers), 0), np.float32)
+
+    def open(self) -> OnnxKVCache:
+        """See `Target.open`."""
+        config = self.config
+        shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+        return OnnxKVCache(self._session, shape, config.context_limit, SLACK)
+
+    def forward(self, spans: Sequence[Span]) -> list[SpanOutput]:
+        """See `Target.forward`."""
+        caches = [self._own(span.cache) for span in spans]
+        check_spans(spans, self.spec.vocab_size, self.spec.context_limit)
+        for span, cache in zip(spans, caches, strict=True):
+            cache.reserve(len(span.tokens))
+        outputs = self._reserve_outputs(spans)
+        for span, cache, output in zip(spans, caches, outputs, strict=True):
+            if span.parents is None:
+                self._chain(cache, cache.length, span.tokens, span.rows == "all", output)
+            else:
+                self._tree(cache, span.tokens, span.parents, span.rows, output)
+        for span, cache in zip(spans, caches, strict=True):
+            cache.pending = len(span.tokens)
+        return outputs
+
+    def _own(self, cache: KVCache) -> OnnxKVCache:
+        if not isinstance(cache, OnnxKVCache):
+            raise TypeError(
+                f"the onnx backend needs a cache that it opened itself, got {type(cache).__name__}"
+            )
+        return cache
+
+    def _reserve_outputs(self, spans: Sequence[Span]) -> list[SpanOutput]:
+        """Room for the results. The logits of all spans lie behind each other in one buffer, which every pass uses anew
+        (fresh pages would cost a millisecond), with a spare row at the end for the dummy of a padded pass: results are
+        written in order, so that a dummy's row is overwritten by the next result.
+        """
+        counts = [{"all": len(span.tokens), "last": 1, "none": 0}[span.rows] for span in spans]
+        if sum(counts) + SLACK > len(self._logits):
+            self._logits = np.empty((sum(counts) + SLACK, self.spec.vocab_size), np.float32)
+        width = self.spec.hidden_size * len(self.spec.aux_layers)
+        outputs, start = [], 0
+        for span, count in zip(spans, counts, strict=True):
+            hidden = np.empty((len(span.tokens), width), np.float32) if span.hidden else None
+            outputs.append(SpanOutput(self._logits[start : start + count], hidden))
+            start += count
+        return outputs
+
+    def _chain(
+        self, cache: OnnxKVCache, start: int, tokens: Int32Array, every: bool, output: SpanOutput
+    ) -> None:
+        """Compute tokens that stand behind each other at positions start, start + 1, .., in pieces of MAX_WIDTH.
+
+        Writes output.logits (of every token, or of the last one if there is room for one, or none) and output.hidden.
+        """
+        logits = output.logits
+        for first in range(0, len(tokens), MAX_WIDTH):
+            piece = tokens[first : first + MAX_WIDTH]
+            hidden = None if output.hidden is None else output.hidden[first : first + MAX_WIDTH]
+            if every:
+                rows = self._positions[: max(len(piece), 2)]
+            elif len(logits) and first + len(piece) == len(tokens):
+                rows = np.full(2, len(piece) - 1, np.int64)
+            else:
+                rows = self._positions[:0]
+            self._pass(cache, start + first, piece, rows, logits[first:] if every else logits, hidden)
+
+    def _pass(
+        self,
+        cache: OnnxKVCache,
+        start: int,
+        tokens: Int32Array,
+        rows: Int64Array,
+        logits: Float32Array,
+        hidden: Float32Array | None,
+    ) -> None:
+        """One run of the graph. `logits` is where the first of `rows` goes; the others follow it in memory."""
+        width = self._padded(len(tokens))
+        self._ids[0, : len(tokens)] = tokens
+        self._ids[0, len(tokens) : width] = 0
+        self._total[()] = start + width
+        self._last[0] = start + width - 1
+        binding = cache.binding("tokens" if hidden is None else "states")
+        bind(binding, "input_ids", self._ids, (1, width))
+        bind(binding, "total_length", self._total)
+        bind(binding, "last_position", self._last)
+        bind(binding, "rows", rows)
+        bind_result(binding, "logits", logits, (1, len(rows), self.spec.vocab_size))
+        if hidden is None:
+            self._session.run_with_iobinding(binding)
+        else:
+            self._run_with_states(binding, width, hidden)
+
+    def _run_with_states(self, binding: onnxruntime.IOBinding, width: int, hidden: Float32Array) -> None:
+        """Run, and collect the states entering `aux_layers` into hidden [n, A*H]."""
+        size = self.spec.hidden_size
+        if width * size > self._entering.shape[1]:
+            self._entering = np.empty((len(self.spec.aux_layers), width * size), np.float32)
+        for layer, state in zip(self.spec.aux_layers, self._entering, strict=True):
+            bind_result(binding, f"entering.{layer}", state, (1, width, size))
+        self._session.run_with_iobinding(binding)
+        for index, state in enumerate(self._entering):
+            hidden[:, index * size : (index + 1) * size] = state[: len(hidden) * size].reshape(-1, size)
+
+    def _padded(self, width: int) -> int:
+        """Width of the pass that computes so many tokens: no row may be left over in attention's blocks."""
+        lone = width % 16 == 1 or width % (2 * self.config.head_dim) == 1
+        return width + SLACK if lone else width
+
+    def _tree(
+        self, cache: OnnxKVCache, tokens: Int32Array, parents: Int32Array, rows: str, output: SpanOutput
+    ) -> None:
+        """Compute a tree chain by chain. Each takes the place of the ones before it; at the end all nodes lie in order."""
+        depth = depths(parents)
+        store = cache.store[:, :, cache.length :]
+        nodes = np.empty((*store.shape[:2], len(tokens), store.shape[3]), np.float32)
+        for chain in chains(parents):
+            start, end = int(depth[chain[0]]), int(depth[chain[-1]]) + 1
+            result = self._scratch(len(chain), output.hidden is not None)
+            self._chain(cache, cache.length + start, tokens[chain], True, result)
+            nodes[:, :, chain] = store[:, :, start:end]
+            if rows == "all":
+                output.logits[chain] = result.logits
+            elif rows == "last" and chain[-1] == len(tokens) - 1:
+                output.logits[0] = result.logits[-1]
+            if output.hidden is not None:
+                output.hidden[chain] = result.hidden
+        store[:, :, : len(tokens)] = nodes
+
+    def _scratch(self, count: int, hidden: bool) -> SpanOutput:
+        width = self.spec.hidden_size * len(self.spec.aux_layers)
+        logits = np.empty((count + SLACK, self.spec.vocab_size), np.float32)[:count]
+        return SpanOutput(logits, np.empty((count, width), np.float32) if hidden else None)
+
+
+def chains(parents: Int32Array) -> list[Int64Array]:
+    """Cut a tree into chains of nodes, each the child of the one before it, in depth-first order.
+
+    When a chain's turn comes, the chain computed last at each smaller depth is that of its ancestors.
+    """
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents.tolist()):
+        children.setdefault(parent, []).append(node)
+    found: list[Int64Array] = []
+    heads = children.get(ROOT, [])[::-1]
+    while heads:
+        chain = [heads.pop()]
+        while chain[-1] in children:
+            first, *others = children[chain[-1]]
+            heads += others[::-1]
+            chain.append(first)
+        found.append(np.array(chain, dtype=np.int64))
+    return found
