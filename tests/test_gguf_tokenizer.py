@@ -131,11 +131,11 @@ class TestEnds:
 
 class TestRefusals:
     def test_unknown_pre_tokenizer(self) -> None:
-        with pytest.raises(UnsupportedModelError, match="'tekken'.*smollm.*qwen2"):
+        with pytest.raises(UnsupportedModelError, match=r"'tekken'.*smollm.*qwen2"):
             read(byte_level(pre="tekken"))
 
     def test_unknown_model(self) -> None:
-        with pytest.raises(UnsupportedModelError, match="'bert'.*gpt2, llama"):
+        with pytest.raises(UnsupportedModelError, match=r"'bert'.*gpt2, llama"):
             read(byte_level(model="bert"))
 
     def test_no_tokens(self) -> None:

@@ -61,7 +61,7 @@ def read_hf_config(config: Json) -> ModelConfig:
     kv_heads = _integer(config, "num_key_value_heads", default_kv_heads)
     _refuse_sliding_window(family, config, context)
     bias = bool(config.get("attention_bias", False)) and family in ("llama", "qwen3")
-    if kv_heads < 1 or heads % kv_heads:
+    if heads % kv_heads:
         raise CheckpointError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
@@ -122,7 +122,7 @@ def _refuse_sliding_window(family: str, config: Json, context: int) -> None:
     """Mistral's window is on unless null, Qwen's off unless use_sliding_window; one as large as the context is none."""
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         refuse(f"layer types {sorted(set(config['layer_types']))} other than full_attention are")
-    layers, first = _integer(config, "num_hidden_layers"), _integer(config, "max_window_layers", 28)
+    layers, first = _integer(config, "num_hidden_layers"), _integer(config, "max_window_layers", 28, least=0)
     active = family == "mistral" or (
         family.startswith("qwen") and config.get("use_sliding_window") and first < layers
     )
@@ -177,11 +177,11 @@ def _original_positions(kind: str, rope: Json, config: Json, context: int) -> in
     return _integer(rope, "original_max_position_embeddings", context)
 
 
-def _integer(config: Json, key: str, default: int | None = None) -> int:
+def _integer(config: Json, key: str, default: int | None = None, *, least: int = 1) -> int:
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise CheckpointError(f"config.json: {key} must be a whole number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise CheckpointError(f"config.json: {key} must be a whole number from {least} on, got {value!r}")
     return value
 
 
