@@ -386,7 +386,7 @@ class TestFingerprint:
 
 class TestSources:
     def test_nothing_there(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match="no such directory or file.*hub id"):
+        with pytest.raises(ModelError, match=r"no such directory or file.*hub id"):
             load_checkpoint(tmp_path / "missing")
         with pytest.raises(ModelError, match=r"no model at 'x/y\.gguf'"):
             load_checkpoint("x/y.gguf")
@@ -423,7 +423,7 @@ class TestSources:
         checkpoint = load_checkpoint("owner/name")
         assert checkpoint.name == "owner/name"
         assert checkpoint.fingerprint == load_checkpoint(model).fingerprint
-        with pytest.raises(ModelError, match="'owner/other'.*neither cached nor reachable"):
+        with pytest.raises(ModelError, match=r"'owner/other'.*neither cached nor reachable"):
             load_checkpoint("owner/other")
 
     def test_neither_torch_nor_transformers(self, model: Path) -> None:

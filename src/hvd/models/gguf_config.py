@@ -27,15 +27,15 @@ class _Keys:
     def get(self, key: str, default: Any = None) -> Any:
         return self._file.metadata.get(f"{self._prefix}.{key}", default)
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self.get(key, default)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]  # one number a layer
         if isinstance(value, list):
             refuse(f"{self._prefix}.{key} that differs between layers is")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise CheckpointError(
-                f"{self._file.path}: {self._prefix}.{key} must be a whole number, got {value!r}"
+                f"{self._file.path}: {self._prefix}.{key} must be a whole number from {least} on, got {value!r}"
             )
         return value
 
@@ -53,7 +53,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     _refuse_other_kinds(file, architecture, keys)
     heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
     kv_heads = keys.integer("attention.head_count_kv", heads)
-    if not kv_heads or heads % kv_heads:
+    if heads % kv_heads:
         raise CheckpointError(
             f"{file.path}: {heads} attention heads are not a multiple of {kv_heads} key/value heads"
         )
@@ -83,13 +83,13 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
 
 
 def _refuse_other_kinds(file: GGUFFile, architecture: str, keys: _Keys) -> None:
-    if keys.integer("expert_count", 0) or "moe" in architecture:
+    if keys.integer("expert_count", 0, least=0) or "moe" in architecture:
         refuse(f"{file.path} is a mixture of experts (architecture '{architecture}'), which is")
     if keys.get("ssm.state_size") or "mamba" in architecture or "rwkv" in architecture:
         refuse(f"{file.path} is a state-space or hybrid model (architecture '{architecture}'), which is")
     if architecture not in ARCHITECTURES:
         refuse(f"{file.path} has architecture '{architecture}', which is")
-    window = keys.integer("attention.sliding_window", 0)
+    window = keys.integer("attention.sliding_window", 0, least=0)
     if window and window < keys.integer("context_length"):
         refuse(f"{file.path} has a sliding window of {window} positions, which is")
 

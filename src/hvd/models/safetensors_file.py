@@ -72,7 +72,7 @@ class SafetensorsFile:
             )
         if end - start != math.prod(shape) * np.dtype(_DTYPES[kind]).itemsize:
             raise self._torn(f"tensor {name} has {end - start} bytes, not what {kind} {shape} takes")
-        if start < 0 or self._start + end > len(self._data):
+        if start < 0 or min(shape, default=0) < 0 or self._start + end > len(self._data):
             raise self._torn(f"tensor {name} ends at byte {self._start + end} of {len(self._data)}")
 
     def _torn(self, why: str) -> CheckpointError:
