@@ -124,7 +124,7 @@ class LLM:
         cost: str | Path | None = None,
         config: EngineConfig | None = None,
         threads: int | None = None,
-        device: str = "auto",
+        device: str = "cpu",
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         target, tokenizer = load_target(
