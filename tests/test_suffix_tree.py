@@ -28,7 +28,7 @@ def rules(mode: str = "longest", depth: int = 64, max_draft: int = 64, **other: 
     )
 
 
-# --------------------------------------------------------------------------------------------------- a model by scanning
+# --------------------------------------------------------------------------------- a model by scanning
 
 
 def occurrences(texts: Texts, w: Sequence[int]) -> int:
@@ -116,7 +116,7 @@ def model_propose(own: list[int], responses: Texts, r: Rules) -> tuple[int, bool
     return n, local, model_walk([own] if local else responses, own[-n:], r.max_draft, r)
 
 
-# ---------------------------------------------------------------------------------------------------------- the same, asked
+# ------------------------------------------------------------------------------------- the same, asked
 
 
 class Request:
@@ -229,7 +229,7 @@ def test_a_text_is_found_anew_in_a_tree_that_has_changed(
     assert late.propose() == early.propose()
 
 
-# ------------------------------------------------------------------------------------------------------------------ growth
+# ---------------------------------------------------------------------------------------------- growth
 
 
 def fibonacci(n: int) -> np.ndarray:
@@ -272,7 +272,7 @@ def test_many_texts_stay_within_what_is_reserved(inserted: list[list[int]]) -> N
 
 
 def test_work_of_a_draft_does_not_grow_with_the_history() -> None:
-    """K5-07: a draft visits the suffixes of the text's last tokens, fewer than `depth` states, however long the text is."""
+    """K5-07: a draft visits fewer than `depth` states, the text's suffixes, however long the text is."""
     for make in HISTORIES.values():
         for n in (1_000, 50_000):
             request = Request([], rules(vocab_size=50_000))
