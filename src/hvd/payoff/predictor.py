@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log, log1p
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -202,12 +203,13 @@ class FallbackSurvival(SurvivalModel):
 
     def prior(self, history: History, draft: Draft) -> Float32Array:
         """Log-odds by the formula alone, float32 [n]."""
+        place = np.arange(1, len(draft) + 1)
         count, parent = draft.counts, draft.parent_counts
-        smoothed = np.where(parent > 0, (count + 0.2) / (parent - count + 0.4), 1.0)
-        depth = np.arange(draft.match_len, draft.match_len + len(draft)) + 1.0
+        ratio = np.where(parent > 0, (count + 0.2) / (parent - count + 0.4), 1.0)
         near, far = _odds(history.hit_rate(8)), _odds(history.hit_rate(64))
-        logits = -0.6 + 0.55 * np.log(depth) + 0.4 * np.log(smoothed) + 0.25 * near + 0.15 * far
-        logits[0] += -0.7 + 0.2 * near
+        shared = -1.93 + 0.11 * far + 0.36 * log1p(history.hit_run)
+        logits = 0.61 * np.log(draft.match_len + place) + 0.9 * np.log(ratio) + 0.62 * np.log(place) + shared
+        logits[0] += 0.93 + 0.21 * near
         out: Float32Array = logits.astype(np.float32)
         return out
 
@@ -251,7 +253,7 @@ class FallbackSurvival(SurvivalModel):
 
 
 def _odds(probability: float) -> float:
-    return float(np.log(probability / (1.0 - probability)))
+    return log(probability / (1.0 - probability))
 
 
 _KINDS: dict[str, type[ScalarPredictor] | type[SurvivalPredictor]] = {

@@ -18,7 +18,8 @@ NO_DRAFT = Choice(Arm.PLAIN, reason="no draft")
 def whole_cache(situation: Situation, reason: str, expected: float = float("nan")) -> Choice:
     """The cache draft as far as there is room."""
     assert situation.cache is not None
-    return Choice(Arm.CACHE, min(len(situation.cache), situation.room), expected, reason)
+    length = min(len(situation.cache), situation.room)
+    return Choice(Arm.CACHE, length, min(expected, float(length)), reason)  # the order keeps NaN
 
 
 def head_or_plain(situation: Situation, reason: str = "") -> Choice:
