@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd.drafters import suffix_tree
-from hvd.drafters.suffix_tree import COUNT, N_EDGES, N_STATES, OWN, Rules, SuffixTree
+from hvd.drafters.suffix_tree import COUNT, LEAST_CONTEXT, N_EDGES, N_STATES, OWN, Rules, SuffixTree
 
 Texts = Sequence[Sequence[int]]
 F32 = np.float32
@@ -72,9 +72,14 @@ def model_walk(texts: Texts, match: Sequence[int], room: int, r: Rules) -> Model
     tokens: list[int] = []
     counts: list[int] = []
     parents: list[int] = []
-    while len(tokens) < room and (seen := followers(texts, context)):
+    while len(tokens) < room:
+        ends = 0
+        while not r.arctic and len(context) > LEAST_CONTEXT and not followers(texts, context):
+            context, ends = context[1:], 1
+        if not (seen := followers(texts, context)):
+            break
         token = arctic_first_child(seen) if r.arctic else latest_of_the_most_frequent(seen)
-        parent = occurrences(texts, context)
+        parent = occurrences(texts, context) - ends
         product *= F32(seen.count(token)) / F32(parent)
         if product < r.min_prob or token >= r.vocab_size:
             break
@@ -290,3 +295,10 @@ def test_bytes_are_those_of_the_arrays_and_known_before_growing() -> None:
         foreseen = tree.bytes_with(more)
         tree.reserve(more)
         assert tree.nbytes == foreseen == sum(array.nbytes for array in tree.arrays)
+
+
+@pytest.mark.parametrize("period", [1, 2, 5, 11])
+def test_a_loops_draft_goes_round_more_than_once(period: int) -> None:
+    request = Request([], rules())
+    request.observe([*range(100, 120), *(list(range(period)) * 12)])
+    assert request.propose()[2][0] == [i % period for i in range(64)]

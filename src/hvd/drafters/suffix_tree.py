@@ -42,6 +42,9 @@ N_STATES, N_EDGES, LAST, TAIL, TAIL_LENGTH, CLOCK, N_TEXTS = range(7)
 NONE = -1
 ROOT_STATE = 0
 
+LEAST_CONTEXT = 4
+"""A draft that came to the end of a text goes on with a shorter context no shorter than this."""
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -329,25 +332,32 @@ def _walk(
 ) -> tuple[int, np.float32]:
     """Follow the best edges from a matched substring; returns tokens written and their score.
 
-    Ends at `room` tokens, where the running product of count ratios falls below min_prob, where nothing follows, or at
-    an id that is none of the vocabulary's. The score is the sum of the running products. float32 as in ArcticInference.
+    Ends at `room` tokens, where the running product of count ratios falls below min_prob, at an id that is none of the
+    vocabulary's, or where nothing follows. In mode "longest" it goes on behind the end of a text with the longest
+    shorter context, of LEAST_CONTEXT tokens or more, that was continued (the end just met is not counted against it): a
+    loop's draft is then not confined to one round of it. The score is the sum of the running products, in float32 as in
+    ArcticInference.
     """
     product = np.float32(1.0)
     score = np.float32(0.0)
-    n = 0
+    n = ends = 0
     while n < room:
         edge = tree.states[state, BEST]
         if edge == NONE:
-            break
+            state = tree.states[state, LINK]
+            if rules.arctic or state == NONE or tree.states[state, LENGTH] < LEAST_CONTEXT:
+                break
+            length, ends = tree.states[state, LENGTH], 1
+            continue
         row = tree.edges[edge]
-        ratio = np.float32(row[SEEN]) / np.float32(tree.states[state, COUNT])
+        parent = tree.states[state, COUNT] - ends
+        ratio = np.float32(row[SEEN]) / np.float32(parent)
         product *= ratio
         if product < rules.min_prob or row[TOKEN] < 0 or row[TOKEN] >= rules.vocab_size:
             break
-        out.tokens[n], out.counts[n], out.parents[n] = row[TOKEN], row[SEEN], tree.states[state, COUNT]
-        out.probs[n] = ratio
+        out.tokens[n], out.counts[n], out.parents[n], out.probs[n] = row[TOKEN], row[SEEN], parent, ratio
         score += product
-        n += 1
+        n, ends = n + 1, 0
         state, length = _slide(tree, row[TARGET], length + 1, rules.depth - 1)
     return n, score
 
