@@ -108,9 +108,12 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """Hex sha256 of what every id stands for, and which are special: same fingerprint, same ids."""
-        tokens = [self.token(id_, False) or "" for id_ in range(self.vocab_size)]
-        special = sorted(self._special)
-        return hashlib.sha256(json.dumps([tokens, special]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self._spellings, sorted(self._special)]).encode()).hexdigest()
+
+    @cached_property
+    def _spellings(self) -> list[str]:
+        """All tokens as the vocabulary spells them, "" where an id is free."""
+        return [self._inner.id_to_token(id_) or "" for id_ in range(self.vocab_size)]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Text to ids; `add_special_tokens` puts the model's begin token in front where it has that habit.
@@ -177,7 +180,7 @@ class Tokenizer:
 
     def token_classes(self) -> NDArray[np.uint8]:
         """uint8 [vocab_size]: for each token the bits of `TokenClass`. Computed anew; keep it."""
-        tokens = [self.token(id_, True) or "" for id_ in range(self.vocab_size)]
+        tokens = self._spellings
         if not self._byte_level:
             tokens = [self.bytes_of(token).decode("latin-1") for token in tokens]
         classes = np.zeros(self.vocab_size, np.uint8)
