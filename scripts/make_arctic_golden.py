@@ -140,8 +140,7 @@ def main() -> None:
         run_session(rng, index, columns)
     floats = ("factor", "offset", "min_prob", "score", "probs")
     arrays: dict[str, Any] = {
-        name: np.array(values, np.float32 if name.endswith(floats) else np.int32)
-        for name, values in columns.items()
+        name: np.array(values, np.float32 if name.endswith(floats) else np.int32) for name, values in columns.items()
     }
     OUT.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(OUT, **arrays)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hvd.testing import FakeTarget
 
 from hvd.cli.common import ModelOptions
 from hvd.cli.main import main
 from hvd.config import EngineConfig
 from hvd.engine.llm import LLM
+from hvd.testing import FakeTarget
 from hvd.tokenizer import Tokenizer
 from support import make_llm
 
@@ -246,8 +246,8 @@ def test_help_and_version_import_nothing_heavy() -> None:
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
-    code = "import os, sys; from hvd.cli.main import run; sys.argv = ['hvd', '--help']; os.close(1); r, w = os.pipe(); os.close(r); run()"
-    done = program(code)
+    leave = "r, w = os.pipe(); os.dup2(w, 1); os.close(r); os.close(w)"
+    done = program(f"import os, sys; from hvd.cli.main import run; sys.argv = ['hvd', '--help']; {leave}; run()")
     assert done.stderr == ""
     assert done.returncode == 1
 
@@ -291,7 +291,13 @@ def test_collected_traces_hold_every_turn_and_are_not_collected_twice(
     code, stdout, err = run(*collect)
     assert (code, stdout) == (0, ""), err
     found = {trace.id: trace for trace in read_traces(out)}
-    assert set(found) == {"open/1#turn0", "open/1#turn1", "replay/1#turn0", "replay/1#turn1", *(f"single/{i}" for i in range(8))}
+    assert set(found) == {
+        "open/1#turn0",
+        "open/1#turn1",
+        "replay/1#turn0",
+        "replay/1#turn1",
+        *(f"single/{i}" for i in range(8)),
+    }
     for trace in found.values():
         assert sum(step.committed for step in trace.steps) == len(trace.response) == 48
     tokenizer = make_tokenizer(fake)
@@ -314,9 +320,7 @@ def make_tokenizer(fake: FakeTarget) -> Callable[[Any], str]:
     return lambda ids: tokenizer.decode(ids.tolist())
 
 
-def test_a_broken_off_conversation_is_completed(
-    fake: FakeTarget, run: Run, prompts: Path, tmp_path: Path
-) -> None:
+def test_a_broken_off_conversation_is_completed(fake: FakeTarget, run: Run, prompts: Path, tmp_path: Path) -> None:
     from hvd.traces.reader import read_traces
 
     out = tmp_path / "traces"
@@ -339,14 +343,18 @@ def test_recorded_turns_train_a_predictor_and_replay_policies(
     assert json.loads(out)["file"] == str(cost)
     assert cost.exists()
 
-    code, out, err = run("train", "predictor", str(traces), "--out", str(predictor), "--keep-loops", "--json")
+    code, out, err = run(
+        "train", "predictor", str(traces), "--out", str(predictor), "--keep-loops", "--max-states", "200", "--json"
+    )
     assert code == 0, err
     report = json.loads(out)
     assert [entry["kind"] for entry in report["judged"]] == ["every position", "cycle boundaries"]
     assert predictor.exists()
 
     names = "plain,match-len:3,hvd,oracle"
-    code, out, err = run("replay", str(traces), "--cost", str(cost), "--policies", names, "--predictor", str(predictor), "--json")
+    code, out, err = run(
+        "replay", str(traces), "--cost", str(cost), "--policies", names, "--predictor", str(predictor), "--json"
+    )
     assert code == 0, err
     played = json.loads(out)["policies"]
     assert set(played) == set(names.split(","))
@@ -357,9 +365,13 @@ def test_recorded_turns_train_a_predictor_and_replay_policies(
     assert "oracle" in out
 
 
-def test_imported_conversations_are_traces(run: Run, prompts: Path, tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_imported_conversations_are_traces(
+    run: Run, prompts: Path, tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
     out = tmp_path / "traces"
-    code, stdout, err = run("trace", "import", str(prompts), "--out", str(out), "--model", str(tiny_model("llama", vocab=V)))
+    code, stdout, err = run(
+        "trace", "import", str(prompts), "--out", str(out), "--model", str(tiny_model("llama", vocab=V))
+    )
     assert (code, stdout) == (0, ""), err
     [row] = shown(run, str(out))
     assert (row["model"], row["traces"]) == ("recorded", 2)

@@ -26,7 +26,8 @@ from hvd.training.loops import loop_onset
 from hvd.types import Arm
 
 PLAIN = "plain"
-SCOPES = ("none", "dataset")
+SCOPES = ("none", "dataset", "all")
+"""Whose earlier answers a request's cache may draw on: none but its own text, those of its data set, all."""
 AGAIN = "plain-again"
 """Plain decoding measured a second time: what it differs from `plain` by is noise."""
 
@@ -84,19 +85,21 @@ class Outcome:
 class Runner:
     """Runs conversations under several policies; see the module's docstring.
 
-    make_engine   gives a policy's own engine (`engine_factory`)
-    policies      names; plain decoding is put in front when missing, since everything is compared with it
-    params        sampling parameters. ConfigError when they sample without a seed: the texts would differ each time
-    scope         "none": a request's cache has its own text alone; "dataset": earlier answers of its data set too
-    repeat        measure plain decoding a second time, as `plain-again`
+    base         a loaded model; its target, tokenizer, head and cost model are used
+    policies     names; plain decoding is put in front when missing, since everything is compared with it
+    params       sampling parameters. ConfigError when they sample without a seed: the texts would differ each time
+    predictors   at most one of each kind; each policy takes the kind it needs
+    scope        one of SCOPES
+    repeat       measure plain decoding a second time, as `plain-again`
     """
 
     def __init__(
         self,
-        make_engine: Callable[[str], LLM],
+        base: LLM,
         policies: Sequence[str],
         params: SamplingParams,
         *,
+        predictors: Sequence[Predictor] = (),
         scope: str = "none",
         repeat: bool = False,
     ) -> None:
@@ -105,9 +108,10 @@ class Runner:
         if not params.greedy and params.seed is None:
             raise ConfigError("a benchmark with temperature > 0 needs a seed; else the outputs can't be compared")
         self._params, self._scope = params, scope
-        self._engines = {name: make_engine(name) for name in dict.fromkeys([PLAIN, *policies])}
-        if repeat:
-            self._engines[AGAIN] = make_engine(PLAIN)
+        names = {name: name for name in [PLAIN, *policies]} | ({AGAIN: PLAIN} if repeat else {})
+        self._engines = {
+            name: policy_engine(base, policy, predictors, shared=scope != "none") for name, policy in names.items()
+        }
         self._order = deque(self._engines)
 
     @property
@@ -120,7 +124,7 @@ class Runner:
         engine = next(iter(self._engines.values()))
         ids = engine.chat_prompt([{"role": "user", "content": "List: one two three one two three one two three"}])
         for llm in self._engines.values():
-            llm.generate([ids], SamplingParams(max_tokens=16, ignore_eos=True))
+            llm.generate([ids], SamplingParams(max_tokens=16, ignore_eos=True), scope="warm-up")
 
     def run(self, prompt: Prompt, on_turn: Callable[[], None] = lambda: None) -> Outcome:
         """Measure one conversation, turn by turn. Plain decoding's answers go into the history of open ones."""
@@ -141,7 +145,7 @@ class Runner:
 
     def _measure(self, ids: list[int], dataset: str) -> dict[str, tuple[Completion, float]]:
         """(completion, wall seconds) by policy."""
-        scope = "" if self._scope == "none" else dataset
+        scope = dataset if self._scope == "dataset" else ""
         done = {}
         for name in self._order:
             started = perf_counter()
@@ -151,21 +155,18 @@ class Runner:
         return done
 
 
-def engine_factory(base: LLM, predictors: Mapping[str, Predictor | None]) -> Callable[[str], LLM]:
-    """Engines over a loaded model: a fresh suffix cache each, the target, the head and the cost model shared.
+def policy_engine(base: LLM, policy: str, predictors: Sequence[Predictor] = (), *, shared: bool = False) -> LLM:
+    """An engine of its own over a loaded model: a fresh suffix cache; target, head, cost model and predictors shared.
 
-    predictors   by policy name; a missing name has none
+    shared   whether the cache keeps finished answers for later requests of the same scope
     """
-
-    def make(policy: str) -> LLM:
-        config = replace(base.config, policy=policy, record=True)
-        drafters: dict[Arm, Drafter] = dict(base.drafters)
-        if Arm.CACHE in drafters:
-            fingerprint = base.tokenizer.fingerprint if base.tokenizer is not None else ""
-            drafters[Arm.CACHE] = SuffixDrafter(config.suffix, base.target.spec.vocab_size, fingerprint)
-        return LLM.from_parts(base.target, base.tokenizer, drafters, base.cost, config, predictors.get(policy))
-
-    return make
+    suffix = replace(base.config.suffix, shared=shared)
+    config = replace(base.config, policy=policy, record=True, suffix=suffix)
+    drafters: dict[Arm, Drafter] = dict(base.drafters)
+    if Arm.CACHE in drafters:
+        fingerprint = base.tokenizer.fingerprint if base.tokenizer is not None else ""
+        drafters[Arm.CACHE] = SuffixDrafter(suffix, base.target.spec.vocab_size, fingerprint)
+    return LLM.from_parts(base.target, base.tokenizer, drafters, base.cost, config, predictors)
 
 
 def _record(id_: str, prompt: Prompt, policy: str, done: Mapping[str, tuple[Completion, float]]) -> BenchRecord:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hvd.cli.common import ModelOptions, model_options, pick_predictors, read_conversations
+from hvd.cli.common import ModelOptions, check_policies, model_options, read_conversations
 from hvd.cli.console import note, progress_bar
 from hvd.config import SamplingParams
 
@@ -40,7 +40,9 @@ DEFAULT_POLICIES = "plain,cache,match-len,hvd"
 @click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
 @click.option("--seed", type=int, default=0, help="Seed of sampling.")
 @click.option(
-    "--scope", default="none", help="none: a request's cache has its own text alone; dataset: earlier answers too."
+    "--scope",
+    default="none",
+    help="What a request's cache holds: none (its own text), dataset or all (earlier answers too).",
 )
 @click.option("--repeat", is_flag=True, help="Measure plain decoding twice; the difference is noise.")
 @click.option(
@@ -67,13 +69,12 @@ def bench(
     resume: bool,
     options: ModelOptions,
 ) -> None:
-    """Measure policies on prompt files, interleaved, and check every output against plain decoding.
+    """Measure policies on prompt files and check every output.
 
-    Each prompt runs under all policies before the next, in an order that rotates; each policy has a suffix cache of its
-    own. The table shows speed over plain decoding: the tokens a second of a data set, and for categories and all the
-    geometric mean over data sets. Exit code 1 when an output differs from plain decoding's.
-
-    --predictor may name several files with commas between; each policy takes the kind it needs.
+    Each prompt runs under all policies before the next, in an order that rotates, and their outputs are compared with
+    plain decoding's; each policy has a suffix cache of its own. The table shows speed over plain decoding: tokens a
+    second of a data set, and for categories and all the geometric mean over data sets. Exit code 1 when an output
+    differs.
 
     \b
     Examples:
@@ -82,11 +83,11 @@ def bench(
     """
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    predictors = pick_predictors(names, options.predictor)
+    predictors = check_policies(names, options.predictor)
     prompts = read_conversations(data, split, limit, turns)
 
     from hvd.bench.file import BenchFile
-    from hvd.bench.runner import Runner, engine_factory
+    from hvd.bench.runner import Runner
 
     settings = {
         "policies": names,
@@ -97,8 +98,8 @@ def bench(
         "predictor": options.predictor,
     }
     which = {"files": list(data), "split": split, "limit": limit}
-    base = options.without_predictor().open()
-    runner = Runner(engine_factory(base, predictors), names, params, scope=scope, repeat=repeat)
+    base = options.open()
+    runner = Runner(base, names, params, predictors=predictors, scope=scope, repeat=repeat)
     file = BenchFile(out, _model(base.target.spec, options), settings, which, resume=resume)
     try:
         _run(runner, prompts, file)

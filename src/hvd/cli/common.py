@@ -31,12 +31,8 @@ class ModelOptions:
     device: str
     threads: int | None
     eagle3: str | None
-    predictor: str | None
+    predictor: tuple[str, ...]
     cost: str | None
-
-    def without_predictor(self) -> ModelOptions:
-        """The same, for commands that give each policy its own predictor."""
-        return replace(self, predictor=None)
 
     def open(self, config: EngineConfig | None = None) -> LLM:
         """Load the model (and convert it the first time), with progress on stderr."""
@@ -60,13 +56,11 @@ class ModelOptions:
 _MODEL = (
     click.option("--model", "-m", required=True, help="Hugging Face directory, hub id or GGUF file."),
     click.option("--backend", default="auto", help="auto, onnx or torch."),
-    click.option(
-        "--weights", default="auto", help="auto, int4, int8 or fp32; with torch a dtype such as float32 or bf16."
-    ),
-    click.option("--device", default="auto", help="auto, cpu or cuda."),
-    click.option("--threads", type=click.IntRange(1), help="CPU threads (all physical cores when not given)."),
+    click.option("--weights", default="auto", help="auto, int4, int8 or fp32; with torch a dtype such as bfloat16."),
+    click.option("--device", default="cpu", help="cpu or cuda."),
+    click.option("--threads", type=click.IntRange(1), help="CPU threads (all cores when not given)."),
     click.option("--eagle3", help="EAGLE3 head: directory or hub id."),
-    click.option("--predictor", help="Payoff predictor made by 'hvd train predictor'."),
+    click.option("--predictor", multiple=True, help="Predictor made by 'hvd train predictor'; one of each kind."),
     click.option("--cost", help="Cost file made by 'hvd profile' (this machine's own when not given)."),
 )
 
@@ -120,31 +114,23 @@ def _gathered(
     return gathered  # type: ignore[return-value]
 
 
-def pick_predictors(policies: Sequence[str], paths: str | None) -> dict[str, Predictor | None]:
-    """For each policy the predictor of the kind it needs, of the files in `paths` (commas between), or none.
+def check_policies(names: Sequence[str], predictors: Sequence[str]) -> list[Predictor]:
+    """Read the predictor files and refuse what can't work, before a model is loaded.
 
-    Called before the model is loaded. Raises ConfigError for an unknown policy, or one that can't do without a
-    predictor and has none; PredictorError for a file that can't be read.
+    Raises ConfigError for an unknown policy, one that needs a predictor and has none, or a predictor of a kind that no
+    policy takes while one of them goes without; PredictorError for a file that can't be read.
     """
-    from hvd.payoff.policy import make_policy
+    from hvd.payoff.policy import make_policy, policy_class
     from hvd.payoff.predictor import load_predictor
 
-    loaded = [load_predictor(path) for path in (paths or "").split(",") if path]
-    picked: dict[str, Predictor | None] = {}
-    for name in policies:
-        picked[name] = next((predictor for predictor in loaded if _fits(name, predictor)), None)
-        make_policy(name, predictor=picked[name])
-    return picked
-
-
-def _fits(name: str, predictor: Predictor) -> bool:
-    from hvd.payoff.policy import make_policy
-
-    try:
-        make_policy(name, predictor=predictor)
-    except ConfigError:
-        return False
-    return True
+    loaded: list[Predictor] = [load_predictor(path) for path in predictors]
+    by_kind = {predictor.kind: predictor for predictor in loaded}
+    wanted = {name: policy_class(name.partition(":")[0]).predictor_kind for name in names}
+    for name, kind in wanted.items():
+        make_policy(name, predictor=by_kind.get(kind) if kind else None)
+        if kind and kind not in by_kind and set(by_kind) - set(wanted.values()):
+            raise ConfigError(f"policy {name!r} takes a predictor of kind {kind!r}, got {', '.join(by_kind)}")
+    return loaded
 
 
 def read_conversations(files: Sequence[str], split: str | None, limit: int | None, turns: int | None) -> list[Prompt]:

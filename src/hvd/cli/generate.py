@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvd.cli.common import ModelOptions, model_options, sampling_options
+from hvd.cli.common import ModelOptions, check_policies, model_options, sampling_options
 from hvd.cli.console import emit_json, progress_bar, read_text, stderr_console
 from hvd.config import EngineConfig, SamplingParams
 from hvd.errors import ConfigError, RequestError
@@ -62,7 +62,7 @@ def generate(
       hvd generate --file - --temperature 0.8 --seed 7 --json --model MODEL < prompt.txt
     """
     text = _prompt(prompt, file)
-    _check_policy(policy, options.predictor)
+    check_policies([policy], options.predictor)
     llm = options.open(EngineConfig(policy=policy))
     ids = _encode(llm, text, chat)
     with llm.stream(ids, params, policy=policy) as running:
@@ -86,14 +86,6 @@ def _prompt(prompt: str | None, file: str | None) -> str:
     if not text.strip():
         raise RequestError("the prompt is empty; give some text")
     return text
-
-
-def _check_policy(name: str, predictor: str | None) -> None:
-    """Refuse a policy that is unknown, or does not go with the predictor, before the model is loaded."""
-    from hvd.payoff.policy import make_policy
-    from hvd.payoff.predictor import load_predictor
-
-    make_policy(name, predictor=load_predictor(predictor) if predictor else None)
 
 
 def _encode(llm: LLM, text: str, chat: bool | None) -> list[int]:

@@ -37,8 +37,7 @@ FAULT, REFUSED, INTERRUPTED = 1, 2, 130
 def hvd(context: click.Context) -> None:
     """Hybrid Verified Decoding: lossless speculative decoding that knows, before verifying, whether a draft will pay.
 
-    Results go to stdout, everything else to stderr. Exit code 2: the request can't be served as it is, and one line says
-    why.
+    Results go to stdout, everything else to stderr. Exit code 2 means that a request can't be served as it is.
 
     \b
     Examples:
@@ -61,10 +60,13 @@ def run() -> NoReturn:
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code."""
     try:
-        code = hvd.main(list(arguments), prog_name="hvd", standalone_mode=False)
+        with hvd.make_context("hvd", list(arguments)) as context:
+            hvd.invoke(context)
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
-    except click.Abort:
+        return 0
+    except click.exceptions.Exit as end:  # --help, --version, or a command that says so
+        return end.exit_code
+    except (KeyboardInterrupt, click.Abort):
         return _say("interrupted", INTERRUPTED)
     except click.ClickException as error:
         return _say(error.format_message() + _where_help_is(error), REFUSED)

@@ -27,10 +27,11 @@ CONTEXTS = (32, 512, 2048, 4096)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @model_options
 def profile(out: Path | None, quick: bool, as_json: bool, options: ModelOptions) -> None:
-    """Measure the time of a pass by width and context, and of drafting, and keep it in a cost file.
+    """Measure what passes and drafts cost on this machine.
 
-    The gate weighs drafts against these costs. Without a cost file a quick profile is made at start-up; this one takes
-    a minute or more and knows long contexts. Leave the machine alone meanwhile.
+    The time of a pass by width and context, and of drafting, is kept in a cost file; the gate weighs drafts against it.
+    Without one a quick profile is made at start-up; this one takes a minute or more and knows long contexts. Leave the
+    machine alone meanwhile.
 
     \b
     Examples:

@@ -43,9 +43,10 @@ def replay(
     keep_loops: bool,
     as_json: bool,
 ) -> None:
-    """Simulate every policy on traces: tokens per cycle, tokens a second by the cost model, regret against the oracle.
+    """Simulate policies on traces, without a model.
 
-    The oracle sees all payoffs beforehand and spends the least possible time; no policy can beat it.
+    Prints tokens per cycle, tokens a second by the cost model, and regret: the time lost against the oracle. The oracle
+    sees all payoffs beforehand and spends the least possible time; no policy can beat it.
 
     \b
     Examples:

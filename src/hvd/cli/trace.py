@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvd.cli.common import ModelOptions, model_options, pick_predictors, read_conversations, sampling_options
+from hvd.cli.common import ModelOptions, check_policies, model_options, read_conversations, sampling_options
 from hvd.cli.console import emit_json, note, progress_bar
 from hvd.config import EngineConfig, SamplingParams
 from hvd.errors import ConfigError, RequestError
@@ -70,7 +70,7 @@ def collect(
       hvd trace collect prompts.jsonl --out traces --model MODEL
       hvd trace collect chat.jsonl edits.jsonl --out traces --split train --limit 50 --max-tokens 512 --model MODEL
     """
-    pick_predictors([policy], options.predictor)
+    check_policies([policy], options.predictor)
     todo = read_conversations(prompts, split, limit, turns)
     llm = options.open(EngineConfig(policy=policy, record=True))
 

