@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -136,6 +137,7 @@ def test_text_comes_as_early_as_it_is_whole() -> None:
     euro = tokenizer.encode("€")
     assert [detokenizer.push([id_]) for id_ in euro] == ["", "", "€"]
     assert detokenizer.push([]) == ""
+    assert detokenizer.push(np.array(euro, np.int32)) == "€"  # type: ignore[arg-type]
 
 
 def test_a_token_costs_the_same_however_long_the_text() -> None:

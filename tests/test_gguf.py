@@ -547,4 +547,5 @@ class TestRealModels:
             151936,
         )
         assert (config.qkv_bias, config.o_bias, config.qk_norm, config.tied) == (True, False, False, False)
+        assert checkpoint.name == "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M"
         assert checkpoint.tokenizer().vocab_size == 151665

@@ -54,7 +54,7 @@ class QuantizedTensor:
 class Checkpoint(ABC):
     """One model's files, opened and checked. Tensor names are Hugging Face's ("model.layers.0.mlp.up_proj.weight").
 
-    name            for people: the checkpoint's own name, or its directory's or file's
+    name            for people: the directory's or file's name, or the hub id
     config          shape of the decoder
     fingerprint     hex sha256 of `config` and of every tensor's name, number format, shape and a sample of its bytes
                     (four evenly spread stretches of 4 KiB; small tensors whole). Independent of where the files lie and

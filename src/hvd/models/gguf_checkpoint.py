@@ -41,7 +41,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self._file = GGUFFile(path)
-        self.name = str(self._file.metadata.get("general.name") or path.stem)
+        self.name = path.stem  # general.name is often the name of a training run
         self.config = read_gguf_config(self._file)
         # Neither is a weight: divisors of the rotary embedding are in the configuration.
         tensors = {name: tensor for name, tensor in self._file.tensors.items() if name != ROPE_FACTORS}
