@@ -63,32 +63,14 @@ def read_gguf_tokenizer(file: GGUFFile) -> Tokenizer:
         raise UnsupportedModelError(
             f"{file.path} has a tokenizer of kind '{model}'; read are {', '.join(builders)}"
         )
-    inner = builders[model](metadata, tokens, kinds)
-    inner.add_tokens(
-        [
-            AddedToken(token, normalized=False)
-            for token, kind in zip(tokens, kinds, strict=True)
-            if kind == _USER_DEFINED
-        ]
-    )
-    inner.add_special_tokens(
-        [
-            AddedToken(token, normalized=False)
-            for token, kind in zip(tokens, kinds, strict=True)
-            if kind in (_CONTROL, _UNKNOWN)
-        ]
-    )
     special = {
         name: tokens[id_]
         for name, key in _SPECIAL_KEYS.items()
         if (id_ := _token_id(metadata, key)) is not None
     }
-    begins = model == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
-    inner.post_processor = _around(
-        inner,
-        special.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", begins) else None,
-        special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
-    )
+    inner = builders[model](metadata, tokens, kinds)
+    _mark_added(inner, tokens, kinds)
+    inner.post_processor = _frame(inner, metadata, special)
     return Tokenizer(
         inner,
         special_tokens=special,
@@ -173,10 +155,25 @@ def _merges_by_score(tokens: list[str], kinds: list[int], scores: list[float]) -
     return [(left, right) for _, _, left, right in sorted(pairs)]
 
 
-def _around(inner: tokenizers.Tokenizer, begin: str | None, end: str | None) -> processors.PostProcessor:
-    """A post-processor that puts `begin` in front of a text and `end` behind it."""
-    names = [token for token in (begin, end) if token is not None]
-    template = " ".join([*([f"{begin}:0"] if begin else []), "$A:0", *([f"{end}:0"] if end else [])])
-    return processors.TemplateProcessing(
-        single=template, pair=f"{template} $B:1", special_tokens=[(t, inner.token_to_id(t)) for t in names]
+def _mark_added(inner: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -> None:
+    """Tokens that are found in a text before it is split; control tokens are special."""
+    by_kind = list(zip(tokens, kinds, strict=True))
+    inner.add_tokens(
+        [AddedToken(token, normalized=False) for token, kind in by_kind if kind == _USER_DEFINED]
     )
+    special = [AddedToken(token, normalized=False) for token, kind in by_kind if kind in (_CONTROL, _UNKNOWN)]
+    inner.add_special_tokens(special)
+
+
+def _frame(
+    inner: tokenizers.Tokenizer, metadata: Metadata, special: Mapping[str, str]
+) -> processors.PostProcessor:
+    """Puts the begin token in front of a text and the end token behind it, where the model has that habit."""
+    begins = (
+        metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
+    )
+    begin = special.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", begins) else None
+    end = special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    template = [piece for piece in (begin, "$A", end) if piece is not None]
+    ids = [(token, inner.token_to_id(token)) for token in (begin, end) if token is not None]
+    return processors.TemplateProcessing(single=template, pair=[*template, "$B"], special_tokens=ids)
