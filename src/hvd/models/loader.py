@@ -51,7 +51,8 @@ def load_target(
     from hvd.models.onnx_target import OnnxTarget
 
     target = OnnxTarget(converted, aux_layers=aux_layers, threads=threads)
-    return target, Tokenizer.from_directory(converted.directory)
+    # The checkpoint's own: end-of-sequence ids and template may change while the weights, and the conversion, stay.
+    return target, checkpoint.tokenizer()
 
 
 def converted_model(
