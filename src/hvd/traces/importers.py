@@ -35,8 +35,8 @@ def recorded_traces(
 
     max_context   turns with more tokens in all are left out, as the target could not have written them
 
-    The id is the prompt's with "#turn0", "#turn1", .. behind it, so a conversation stays one group. A conversation that the chat
-    template refuses is left out from there on; `warn` gets one line that names it.
+    The id is the prompt's with "#turn0", "#turn1", .. behind it, so a conversation stays one group. A conversation that
+    the chat template refuses is left out from there on; `warn` gets one line that names it.
     """
     classes = tokenizer.token_classes()
     for prompt in prompts:
