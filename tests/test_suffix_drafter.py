@@ -264,7 +264,7 @@ def count_inserted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the tokens that go into trees; the count is the list's only entry."""
     total, insert = [0], suffix_tree.insert
 
-    def counting(tree: suffix_tree.Arrays, tokens: np.ndarray, r: suffix_tree.Rules) -> None:
+    def counting(tree: suffix_tree.PackedArrays, tokens: np.ndarray, r: suffix_tree.PackedRules) -> None:
         total[0] += len(tokens)
         insert(tree, tokens, r)
 

@@ -133,19 +133,19 @@ class Request:
         self.out = suffix_tree.buffers(r.max_draft)
         for text in responses:
             self.shared.reserve(len(text))
-            suffix_tree.insert(self.shared.arrays, np.array(text, np.int32), r)
+            suffix_tree.insert(self.shared.packed, np.array(text, np.int32), tuple(r))
 
     def observe(self, tokens: Sequence[int], generated: bool = False) -> list[int]:
         hits = np.zeros(len(tokens), np.uint8)
         self.own.reserve(len(tokens))
         array = np.array(tokens, np.int32)
-        arrays = self.own.arrays, self.shared.arrays
-        suffix_tree.observe(*arrays, self.match, array, hits, generated, self.rules, self.out)
+        trees = self.own.packed, self.shared.packed
+        suffix_tree.observe(*trees, self.match, array, hits, generated, tuple(self.rules), tuple(self.out))
         return [int(hit) for hit in hits]
 
     def propose(self, room: int = 64) -> tuple[int, bool, ModelDraft]:
         n, match_len, source, score = suffix_tree.propose(
-            self.own.arrays, self.shared.arrays, self.match, room, self.rules, self.out
+            self.own.packed, self.shared.packed, self.match, room, tuple(self.rules), tuple(self.out)
         )
         tokens, counts, parents = (array[:n].tolist() for array in self.out[:3])
         return match_len, source == OWN, (tokens, counts, parents, F32(score))
@@ -184,7 +184,7 @@ def test_every_draft_equals_the_models(own: list[int], responses: list[list[int]
 def test_counts_are_occurrences(inserted: list[list[int]], w: list[int]) -> None:
     tree = Request(inserted, rules()).shared
     match = np.zeros(3, np.int64)
-    suffix_tree.rematch(tree.arrays, match, np.array(w, np.int32), rules())
+    suffix_tree.rematch(tree.packed, match, np.array(w, np.int32), tuple(rules()))
     found = tree.arrays.states[match[0], COUNT] if match[1] == len(w) else 0
     assert found == occurrences(inserted, w)
 
@@ -228,7 +228,7 @@ def test_a_text_is_found_anew_in_a_tree_that_has_changed(
     late = Request([], r)
     late.observe(own)
     late.shared = Request(responses, r).shared
-    suffix_tree.rematch(late.shared.arrays, late.match, np.array(own[-r.depth :], np.int32), r)
+    suffix_tree.rematch(late.shared.packed, late.match, np.array(own[-r.depth :], np.int32), tuple(r))
     early = Request(responses, r)
     early.observe(own)
     assert late.propose() == early.propose()

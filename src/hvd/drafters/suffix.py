@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,7 +103,7 @@ class SuffixDrafter(Drafter):
         self.vocab_size = vocab_size
         self.tokenizer_fingerprint = tokenizer_fingerprint
         self._kernels = suffix_tree
-        self._rules = suffix_tree.Rules(
+        rules = suffix_tree.Rules(
             arctic=config.mode == "arctic",
             depth=config.max_depth,
             max_draft=config.max_draft,
@@ -112,7 +112,9 @@ class SuffixDrafter(Drafter):
             min_prob=np.float32(config.min_token_prob),
             vocab_size=vocab_size,
         )
+        self._rules = cast("suffix_tree.PackedRules", tuple(rules))
         self._out = suffix_tree.buffers(config.max_draft)
+        self._packed_out = cast("suffix_tree.PackedBuffers", tuple(self._out))
         self._parents = np.arange(-1, config.max_draft - 1, dtype=np.int32)
         self._requests: dict[int, _Request] = {}
         self._local_bytes = 0
@@ -126,16 +128,15 @@ class SuffixDrafter(Drafter):
         """Load or compile every kernel now rather than within a request."""
         tree, match = self._kernels.SuffixTree(), np.zeros(3, np.int64)
         tokens = np.zeros(1, np.int32)
-        for _ in range(17):  # one more than it has room for: growth has a kernel too
-            tree.reserve(1)
-            self._kernels.insert(tree.arrays, tokens, self._rules)
-        self._kernels.rematch(self._nothing.tree.arrays, match, tokens, self._rules)
         tree.reserve(1)
+        self._kernels.insert(tree.packed, tokens, self._rules)
+        tree.reserve(100)  # more than it has room for: growth has a kernel too
+        self._kernels.rematch(self._nothing.tree.packed, match, tokens, self._rules)
         hits = np.zeros(1, np.uint8)
         self._kernels.observe(
-            tree.arrays, self._nothing.tree.arrays, match, tokens, hits, False, self._rules, self._out
+            tree.packed, self._nothing.tree.packed, match, tokens, hits, False, self._rules, self._packed_out
         )
-        self._kernels.propose(tree.arrays, self._nothing.tree.arrays, match, 1, self._rules, self._out)
+        self._kernels.propose(tree.packed, self._nothing.tree.packed, match, 1, self._rules, self._packed_out)
 
     # ------------------------------------------------------------------------------------------- the life of a request
 
@@ -158,14 +159,14 @@ class SuffixDrafter(Drafter):
         request.append(tokens, prompt)
         if room and request.tree is not None:
             self._kernels.observe(
-                request.tree.arrays,
-                scope.tree.arrays,
+                request.tree.packed,
+                scope.tree.packed,
                 request.match,
                 tokens,
                 request.hits,
                 not prompt,
                 self._rules,
-                self._out,
+                self._packed_out,
             )
         self._local_bytes += request.nbytes - before
 
@@ -177,7 +178,7 @@ class SuffixDrafter(Drafter):
         scope = self._scope(request)
         out = self._out
         n, match_len, source, score = self._kernels.propose(
-            request.tree.arrays, scope.tree.arrays, request.match, room, self._rules, out
+            request.tree.packed, scope.tree.packed, request.match, room, self._rules, self._packed_out
         )
         if n == 0:
             return None
@@ -247,7 +248,7 @@ class SuffixDrafter(Drafter):
         if request.version != scope.version:
             request.version = scope.version
             tail = request.text[max(0, request.length - self.config.max_depth) : request.length]
-            self._kernels.rematch(scope.tree.arrays, request.match, tail, self._rules)
+            self._kernels.rematch(scope.tree.packed, request.match, tail, self._rules)
         return scope
 
     def _reserve(self, request: _Request, more: int) -> bool:

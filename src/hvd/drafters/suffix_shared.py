@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hvd.drafters import suffix_tree
-from hvd.drafters.suffix_tree import Rules, SuffixTree
+from hvd.drafters.suffix_tree import PackedRules, SuffixTree
 from hvd.types import Int32Array
 
 TEXT_OVERHEAD = 256
@@ -56,10 +56,10 @@ class Scope:
         texts = 4 * self.tree.tokens + TEXT_OVERHEAD * len(self.responses)
         return self.tree.nbytes + texts + (self.heir.tree.nbytes if self.heir else 0)
 
-    def add(self, response: Response, rules: Rules) -> None:
+    def add(self, response: Response, rules: PackedRules) -> None:
         """Put a response into the tree."""
         self.tree.reserve(len(response.tokens))
-        suffix_tree.insert(self.tree.arrays, response.tokens, rules)
+        suffix_tree.insert(self.tree.packed, response.tokens, rules)
         self.responses.append(response)
         self.version = next(_versions)
 
@@ -75,7 +75,7 @@ class Scope:
         self.waiting = [response for response in reversed(self.responses) if id(response) in kept]
         self.heir = Scope(SuffixTree(sum(len(response.tokens) for response in self.waiting)))
 
-    def rebuild(self, quota: int, rules: Rules) -> int:
+    def rebuild(self, quota: int, rules: PackedRules) -> int:
         """Copy about `quota` tokens into the heir, which takes over when it lacks nothing; returns the quota left."""
         assert self.heir is not None
         while self.waiting and quota > 0:
@@ -92,7 +92,7 @@ class Scope:
 class SharedResponses:
     """All scopes, the least recently used first."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: PackedRules) -> None:
         self._rules = rules
         self._scopes: OrderedDict[str, Scope] = OrderedDict()
         self._rebuilding: str | None = None

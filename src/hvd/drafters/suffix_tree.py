@@ -13,7 +13,8 @@ subwords of a text", 1985. Drafting rules: SuffixDecoding, arXiv 2411.04975, as 
 
 Functions here take tokens and a `Rules` tuple and know neither requests nor scopes; see suffix.py for those. Importing
 this module imports Numba; the first call compiles, later processes load the compiled code from Numba's cache (beside
-this file, or in the user's cache folder when that is read-only).
+this file, or in the user's cache folder when that is read-only). All of it is in one file because that cache notices
+changes in a function's own file only.
 """
 
 from __future__ import annotations
@@ -77,6 +78,12 @@ class Arrays(NamedTuple):
     edges: Int32Array
     table: Int32Array
     meta: Int64Array
+
+
+PackedArrays = tuple[Int32Array, Int32Array, Int32Array, Int64Array]
+PackedRules = tuple[bool, int, int, np.float32, np.float32, np.float32, int]
+PackedBuffers = tuple[Int32Array, Int32Array, Int32Array, Float32Array]
+"""The kernels take `Arrays`, `Rules` and `Buffers` as plain tuples: Numba unpacks those in a third of the time."""
 
 
 class Buffers(NamedTuple):
@@ -428,31 +435,13 @@ def _source(tree: Arrays, state: int) -> int:
 
 
 @_jit
-def propose(
+def _propose(
     local: Arrays, shared: Arrays, match: Int64Array, room: int, rules: Rules, out: Buffers
 ) -> tuple[int, int, int, np.float32]:
-    """Draft at most `room` tokens behind the text of `local` into `out`.
-
-    Returns draft length, match length, source and score. The source is OWN (the request's own tree won) or the number
-    of the last text of the shared tree in which match and first draft token occurred.
-    """
-    room = min(room, rules.max_draft)
-    state, length = local.meta[TAIL], local.meta[TAIL_LENGTH]
-    other, other_length = match[SHARED_STATE], match[SHARED_LENGTH]
-    if rules.arctic:  # its context is the last `depth` tokens, and it matches at most all but one of them
-        limit = max(0, min(match[TEXT_LENGTH], rules.depth) - 1)
-        other, other_length = _slide(shared, other, other_length, limit)
-        state, length, n, score = _score_maximal(local, state, length, room, rules, out)
-        other, other_length, other_n, other_score = _score_maximal(
-            shared, other, other_length, room, rules, out
-        )
-        if score >= other_score:
-            _walk(local, state, length, n, rules, out)
-            return n, length, OWN, score
-        _walk(shared, other, other_length, other_n, rules, out)
-        return other_n, other_length, _source(shared, other), other_score
-    state, length = _longest(local, state, length)
-    other, other_length = _longest(shared, other, other_length)
+    if rules.arctic:
+        return _propose_arctic(local, shared, match, room, rules, out)
+    state, length = _longest(local, local.meta[TAIL], local.meta[TAIL_LENGTH])
+    other, other_length = _longest(shared, match[SHARED_STATE], match[SHARED_LENGTH])
     if max(length, other_length) == 0:
         return 0, 0, OWN, np.float32(0.0)
     if length >= other_length:
@@ -463,65 +452,107 @@ def propose(
 
 
 @_jit
+def _propose_arctic(
+    local: Arrays, shared: Arrays, match: Int64Array, room: int, rules: Rules, out: Buffers
+) -> tuple[int, int, int, np.float32]:
+    """Its context is the last `depth` tokens, of which it matches at most all but one."""
+    state, length, n, score = _score_maximal(
+        local, local.meta[TAIL], local.meta[TAIL_LENGTH], room, rules, out
+    )
+    limit = max(0, min(match[TEXT_LENGTH], rules.depth) - 1)
+    other, other_length = _slide(shared, match[SHARED_STATE], match[SHARED_LENGTH], limit)
+    other, other_length, other_n, other_score = _score_maximal(shared, other, other_length, room, rules, out)
+    if score >= other_score:
+        _walk(local, state, length, n, rules, out)
+        return n, length, OWN, score
+    _walk(shared, other, other_length, other_n, rules, out)
+    return other_n, other_length, _source(shared, other), other_score
+
+
+@_jit
+def propose(
+    local: PackedArrays,
+    shared: PackedArrays,
+    match: Int64Array,
+    room: int,
+    rules: PackedRules,
+    out: PackedBuffers,
+) -> tuple[int, int, int, np.float32]:
+    """Draft at most `room` tokens behind the text of `local` into `out`.
+
+    Returns draft length, match length, source and score. The source is OWN (the request's own tree won) or the number
+    of the last text of the shared tree in which match and first draft token occurred.
+    """
+    named = Rules(*rules)
+    return _propose(Arrays(*local), Arrays(*shared), match, min(room, named.max_draft), named, Buffers(*out))
+
+
+@_jit
 def observe(
-    local: Arrays,
-    shared: Arrays,
+    local: PackedArrays,
+    shared: PackedArrays,
     match: Int64Array,
     tokens: Int32Array,
     hits: UInt8Array,
     generated: bool,
-    rules: Rules,
-    out: Buffers,
+    rules: PackedRules,
+    out: PackedBuffers,
 ) -> None:
     """Append tokens to `local`, follow them in `shared`; for generated ones note whether the cache would have hit.
 
     tokens   int32 [n]
     hits     uint8 [n]   written: 1 where the first token of the draft just before equals the token; 0 for prompt tokens
     """
+    own, other, named, buffers = Arrays(*local), Arrays(*shared), Rules(*rules), Buffers(*out)
     for i in range(tokens.size):
         token = tokens[i]
         hits[i] = 0
         if generated:
-            n, _, _, _ = propose(local, shared, match, rules.max_draft if rules.arctic else 1, rules, out)
-            hits[i] = n > 0 and out.tokens[0] == token
-        _append(local, token, rules)
+            room = named.max_draft if named.arctic else 1
+            n, _, _, _ = _propose(own, other, match, room, named, buffers)
+            hits[i] = n > 0 and buffers.tokens[0] == token
+        _append(own, token, named)
         match[TEXT_LENGTH] += 1
         match[SHARED_STATE], match[SHARED_LENGTH] = _advance(
-            shared, match[SHARED_STATE], match[SHARED_LENGTH], token, rules.depth - 1
+            other, match[SHARED_STATE], match[SHARED_LENGTH], token, named.depth - 1
         )
 
 
 @_jit
-def insert(tree: Arrays, tokens: Int32Array, rules: Rules) -> None:
+def insert(tree: PackedArrays, tokens: Int32Array, rules: PackedRules) -> None:
     """Add a text of its own to the tree; texts are numbered from 0. tokens: int32 [n]."""
-    tree.meta[LAST] = tree.meta[TAIL] = ROOT_STATE
-    tree.meta[TAIL_LENGTH] = 0
+    arrays, named = Arrays(*tree), Rules(*rules)
+    arrays.meta[LAST] = arrays.meta[TAIL] = ROOT_STATE
+    arrays.meta[TAIL_LENGTH] = 0
     for token in tokens:
-        _append(tree, token, rules)
-    tree.meta[N_TEXTS] += 1
+        _append(arrays, token, named)
+    arrays.meta[N_TEXTS] += 1
 
 
 @_jit
-def rematch(shared: Arrays, match: Int64Array, tokens: Int32Array, rules: Rules) -> None:
+def rematch(shared: PackedArrays, match: Int64Array, tokens: Int32Array, rules: PackedRules) -> None:
     """Find the text's end anew in a shared tree that has changed. tokens: int32 [n], at least its last `depth`."""
+    arrays, named = Arrays(*shared), Rules(*rules)
     state, length = ROOT_STATE, 0
     for token in tokens:
-        state, length = _advance(shared, state, length, token, rules.depth - 1)
+        state, length = _advance(arrays, state, length, token, named.depth - 1)
     match[SHARED_STATE], match[SHARED_LENGTH] = state, length
 
 
 @_jit
-def _enter_all(tree: Arrays) -> None:
-    for edge in range(tree.meta[N_EDGES]):
-        if tree.states[tree.edges[edge, SOURCE], FIRST] != edge:
-            _enter(tree, edge)
+def fill_table(tree: PackedArrays) -> None:
+    """Enter every edge but the first of each state into an empty table."""
+    arrays = Arrays(*tree)
+    for edge in range(arrays.meta[N_EDGES]):
+        if arrays.states[arrays.edges[edge, SOURCE], FIRST] != edge:
+            _enter(arrays, edge)
 
 
 # ------------------------------------------------------------------------------------------------------ storage
 
 
 class SuffixTree:
-    """Owns the arrays of one automaton and makes room in them.
+    """Owns the arrays of one automaton and makes room in them. `nbytes` is what they take.
 
     Room for n tokens is 2n + 2 states, 3n + 4 edges and 2n table entries: what n tokens can need at most, so the
     kernels check nothing. (A state's first edge is not in the table, and at most n others exist.)
@@ -538,11 +569,6 @@ class SuffixTree:
         self._allocate(max(tokens, 16))
         self.arrays.states[ROOT_STATE] = (0, NONE, 0, NONE, NONE, NONE)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in self.arrays)
-
     def bytes_with(self, more: int) -> int:
         """Bytes of all arrays after `reserve(more)`."""
         return self.nbytes if self.tokens + more <= self._capacity else _bytes(self._next_capacity(more))
@@ -554,7 +580,7 @@ class SuffixTree:
         self.tokens += more
 
     def _next_capacity(self, more: int) -> int:
-        return max(self.tokens + more, self._capacity + self._capacity // 4)
+        return (self.tokens + more) * 5 // 4
 
     def _allocate(self, capacity: int) -> None:
         old = self.arrays
@@ -564,9 +590,11 @@ class SuffixTree:
         states[: min(n_states, len(old.states))] = old.states[:n_states]
         edges[:n_edges] = old.edges[:n_edges]
         self.arrays = Arrays(states, edges, np.zeros(_table_size(capacity), np.int32), old.meta)
+        self.packed = cast(PackedArrays, tuple(self.arrays))
         self._capacity = capacity
+        self.nbytes = _bytes(capacity)
         if n_edges:
-            _enter_all(self.arrays)
+            fill_table(self.packed)
 
 
 BYTES_PER_TOKEN = 2 * 24 + 3 * 24 + 4 * 4
