@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 from hvd.errors import ConfigError, MissingExtraError
 from hvd.models.checkpoint import Checkpoint, load_checkpoint
@@ -12,7 +11,7 @@ from hvd.models.onnx_cache import FORMATS, Converted, find
 from hvd.models.target import Target
 from hvd.tokenizer import Tokenizer
 
-Progress = Callable[[str, float], None]
+Progress = Callable[[str, int, int], None]
 
 AUTO_WEIGHTS = "int8"
 """See docs/losslessness.md: 4 bits are faster in narrow passes, but cost quality that a user would notice."""
@@ -21,11 +20,11 @@ AUTO_WEIGHTS = "int8"
 def load_target(
     source: str | Path,
     *,
-    backend: Literal["auto", "onnx", "torch"] = "auto",
+    backend: str = "auto",
     weights: str = "auto",
     aux_layers: Sequence[int] | None = None,
     threads: int | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     progress: Progress | None = None,
 ) -> tuple[Target, Tokenizer]:
     """Open a Hugging Face directory, a hub id or a GGUF file.
@@ -35,13 +34,16 @@ def load_target(
                  float32 (torch on a CPU), or bfloat16 (torch on a GPU)
     aux_layers   layers whose entering states a pass can return; None = those that EAGLE3 heads take
     threads      None = all cores
-    progress     told what is done, and the share of it, while a model is converted for the first time
+    device       "cpu", "cuda", "cuda:1"; "auto" = a GPU if backend is "torch" and there is one, else the CPU
+    progress     called with (what, done, total) while a model is converted for the first time
 
     Raises ConfigError for a parameter out of range, MissingExtraError when torch is asked for and not there, and what
     `load_checkpoint` and the conversion raise.
     """
     if backend not in ("auto", "onnx", "torch"):
         raise ConfigError(f"backend must be 'auto', 'onnx' or 'torch', got {backend!r}")
+    if device == "auto" and backend != "torch":
+        device = "cpu"
     if backend == "onnx" and device != "cpu":
         raise ConfigError(f"the onnx backend runs on device 'cpu', got {device!r}; use backend 'torch'")
     checkpoint = load_checkpoint(source)
@@ -76,8 +78,12 @@ def _torch(
     checkpoint: Checkpoint, weights: str, aux_layers: Sequence[int] | None, threads: int | None, device: str
 ) -> Target:
     try:
+        import torch
+
         from hvd.models.torch_target import TorchTarget
     except ModuleNotFoundError as error:
         raise MissingExtraError("the torch backend", "torch") from error
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = ("float32" if device == "cpu" else "bfloat16") if weights == "auto" else weights
     return TorchTarget(checkpoint, device=device, dtype=dtype, aux_layers=aux_layers, threads=threads)

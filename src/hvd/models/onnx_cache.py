@@ -5,9 +5,9 @@
         config.json                  shape of the model, what was done to its weights, sizes of the other files
         tokenizer files              as `Tokenizer.save` writes them
 
-A directory is written under a temporary name, flushed to disk and renamed, so one that bears the final name is whole; two
-processes converting at once both succeed: the second rename loses and its work is thrown away. A directory whose files
-are not of the stated sizes (a full disk, a torn copy) is never used, and replaced by the next conversion.
+A directory is written under a temporary name, flushed to disk and renamed, so one that bears the final name is whole;
+two processes converting at once both succeed: the second rename loses and its work is thrown away. A directory whose
+files are not of the stated sizes (a full disk, a torn copy) is never used, and replaced by the next conversion.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def describe(converted: Converted) -> None:
 
 
 def publish(fresh: Path, final: Path, fingerprint: str, weights: str) -> None:
-    """Flush a finished directory and give it its name. Whoever comes second keeps the first one's, unless that is broken."""
+    """Flush a finished directory and give it its name. Whoever comes second keeps the first one's, unless broken."""
     for path in (*fresh.iterdir(), fresh):
         _flush(path)
     for _ in range(3):

@@ -4,7 +4,7 @@ What becomes of a checkpoint's weights, by the format asked for ("int4", "int8",
     linear layers   blocks of 32 in that format. GGUF's Q4_0 (int4) and Q8_0 (int8) carry over bit for bit; everything
                     else is dequantized and rounded anew, which makes the converted model a slightly different one from
                     the checkpoint. That model is the target: decoding it is lossless.
-    embedding       int8 for int4 and int8 models (a lookup costs no arithmetic, so there is nothing to gain from 4 bits)
+    embedding       int8 for int4 and int8 models (a lookup costs no arithmetic: 4 bits would gain nothing)
     norms, biases   float32
 `Converted.quantization` counts what was done.
 """
@@ -25,8 +25,8 @@ from hvd.models.onnx_graph import GraphBuilder, Weight
 from hvd.models.onnx_weights import carry_over, quantize
 from hvd.types import Float32Array
 
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the share done, 0 to 1."""
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how many steps are done, and of how many."""
 
 
 def convert(checkpoint: Checkpoint, weights: str, progress: Progress | None = None) -> Converted:
@@ -44,7 +44,7 @@ def convert(checkpoint: Checkpoint, weights: str, progress: Progress | None = No
         with tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=final.parent) as parent:
             fresh = Path(parent) / "model"
             fresh.mkdir()
-            write(fresh, checkpoint, weights, progress or (lambda what, share: None))
+            write(fresh, checkpoint, weights, progress or (lambda what, done, steps: None))
             publish(fresh, final, checkpoint.fingerprint, weights)
     except OSError as error:
         raise CheckpointError(
@@ -61,9 +61,10 @@ def convert(checkpoint: Checkpoint, weights: str, progress: Progress | None = No
 def write(directory: Path, checkpoint: Checkpoint, weights: str, progress: Progress) -> None:
     """Write all files of a conversion into an empty directory."""
     source = Weights(checkpoint, weights)
+    steps = checkpoint.config.num_layers + 2
     with GraphBuilder(directory) as builder:
         for done, what in enumerate(build_decoder(builder, checkpoint.config, source)):
-            progress(what, done / (checkpoint.config.num_layers + 2))
+            progress(what, done, steps)
         builder.save(checkpoint.name)
     checkpoint.tokenizer().save(directory)
     describe(
@@ -71,7 +72,7 @@ def write(directory: Path, checkpoint: Checkpoint, weights: str, progress: Progr
             directory, checkpoint.config, checkpoint.name, checkpoint.fingerprint, weights, source.fates
         )
     )
-    progress("done", 1.0)
+    progress("done", steps, steps)
 
 
 class Weights:
@@ -83,10 +84,11 @@ class Weights:
         self.fates: dict[str, int] = {}
 
     def plain(self, name: str) -> Float32Array:
+        """See `WeightSource`."""
         return np.ascontiguousarray(self.checkpoint.tensor(name), np.float32)
 
     def matrix(self, name: str, bits: int | None = None) -> Weight:
-        """A linear layer's or an embedding's matrix; `bits` when it is to differ from the model's format."""
+        """See `WeightSource`."""
         if self.weights == "fp32":
             return self.plain(name)
         bits = bits or (4 if self.weights == "int4" else 8)

@@ -12,7 +12,6 @@ from hvd.models.onnx_graph import GraphBuilder, Weight
 from hvd.models.rope import cos_sin
 from hvd.types import Float32Array
 
-
 PADDING = 1
 """Positions that a pass may compute behind the last one asked for (see `onnx_target`)."""
 

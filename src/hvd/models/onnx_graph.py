@@ -1,8 +1,8 @@
 """Builds ONNX graphs of transformer layers out of the few operators that ONNX Runtime runs fast on a CPU.
 
 The pieces (`linear`, `rms_norm`, `add_norm`, `attention`, `mlp`, `embedding`) take and return names of values, float32
-[1, n, features] unless they say otherwise, and serve the target and the EAGLE3 head alike. Fused operators are placed by hand, so
-the runtime's graph optimiser has nothing left to do and a session starts quickly.
+[1, n, features] unless they say otherwise, and serve the target and the EAGLE3 head alike. Fused operators are placed
+by hand, so the runtime's graph optimiser has nothing left to do and a session starts quickly.
 
 Weights go straight to `weights.bin` beside the graph, one after the other, so that conversion never holds more than one
 matrix; the runtime maps that file into memory.
@@ -157,7 +157,7 @@ class GraphBuilder:
         past, present  keys and values, float32 [1, kv_heads, capacity, D]; bind input and output to the same memory
         sizes          num_heads, kv_num_heads, scale
 
-        The n tokens stand at the last n of `total_length` positions. Reads what `rotary` and `attention_inputs` declare.
+        The n tokens stand at the last n of `total_length` positions. Reads what `rotary` and `attention_inputs` made.
         """
         inputs = [*qkv, *past, "last_position", "total_length", "rope.cos", "rope.sin"]
         return self.node(
@@ -225,5 +225,5 @@ class GraphBuilder:
             ("length", array.nbytes),
         ):
             proto.external_data.add(key=key, value=str(value))
-        self._file.write(memoryview(np.ascontiguousarray(array)).cast("B"))
+        self._file.write(np.ascontiguousarray(array).data)
         return proto

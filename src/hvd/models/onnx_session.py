@@ -16,7 +16,7 @@ from hvd.types import Float32Array, Int64Array
 
 
 def open_session(directory: Path, threads: int | None = None) -> onnxruntime.InferenceSession:
-    """Open a graph written by `GraphBuilder`. threads None = all cores. Raises CheckpointError when it can't be read."""
+    """Open a graph written by `GraphBuilder`. threads None = all cores. Raises CheckpointError if it is unreadable."""
     options = onnxruntime.SessionOptions()
     # Operators are fused when the graph is built; optimising again would only cost start-up time.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -28,7 +28,7 @@ def open_session(directory: Path, threads: int | None = None) -> onnxruntime.Inf
         return onnxruntime.InferenceSession(
             directory / GRAPH_FILE, options, providers=["CPUExecutionProvider"]
         )
-    except Exception as error:  # noqa: BLE001 - the runtime's exceptions have no common base
+    except Exception as error:  # the runtime's exceptions have no common base
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
             f"can't open the converted model in {directory} ({reason}); remove it to convert anew"

@@ -4,13 +4,13 @@
 measures see to that (measured in tests/test_onnx_bitwise.py, over every width up to 130 and all weight formats):
 
 Padding. ONNX Runtime computes a row that stands alone in its block with another kernel (matrix times vector), whose
-last bits differ. Attention cuts queries into blocks of 2 * head_dim, or a power of two where the processor's second-level cache
-is small. So a pass in which one row would be left over is widened by a dummy behind the end; it is never narrower than 2.
+last bits differ. Attention cuts queries into blocks of 2 * head_dim, or less where the processor's second-level cache
+is small. So a pass in which one row would be left over is widened by a dummy behind its end; none is narrower than 2.
 
-Trees in pieces. Attention sums over keys in the order, and in the vector lanes, in which they lie. A side branch behind a mask,
-with strangers between its ancestors, would come out slightly different from the same tokens as a chain. So a tree is
-computed as its chains, each at the place where it would stand as plain text: bitwise equal, at the cost of one pass a branch.
-On this backend chains are the better draft.
+Trees in pieces. Attention sums over keys in the order, and in the vector lanes, in which they lie. A side branch behind
+a mask, with strangers between its ancestors, comes out slightly different from the same tokens as a chain. So a tree is
+computed as its chains, each at the place where it would stand as plain text: bitwise equal, at the cost of one pass a
+branch. On this backend chains are the better draft.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class OnnxTarget(Target):
     def _tree(
         self, cache: OnnxKVCache, tokens: Int32Array, parents: Int32Array, rows: str, output: SpanOutput
     ) -> None:
-        """Compute a tree chain by chain. Each takes the place of the ones before it; at the end all nodes lie in order."""
+        """Compute a tree chain by chain, each in the place of the ones before it; at the end the nodes lie in order."""
         depth = depths(parents)
         store = cache.store[:, :, cache.length :]
         nodes = np.empty((*store.shape[:2], len(tokens), store.shape[3]), np.float32)

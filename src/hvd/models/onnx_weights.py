@@ -65,7 +65,7 @@ def pack(values: UInt8Array, bits: int) -> UInt8Array:
         return values
     if values.shape[-1] % 2:
         values = np.concatenate([values, np.zeros_like(values[..., :1])], axis=-1)
-    packed: UInt8Array = values[..., ::2] | (values[..., 1::2] << 4)
+    packed: UInt8Array = values[..., ::2] | (values[..., 1::2] << np.uint8(4))
     return packed
 
 
@@ -106,7 +106,7 @@ def carry_over(raw: UInt8Array, kind: str, rows: int, columns: int) -> BlockWeig
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
     data = blocks[..., 2:]
     if kind == "Q8_0":  # signed bytes
-        bits, values = 8, data ^ np.uint8(128)
+        bits, values = 8, np.bitwise_xor(data, np.uint8(128))
     else:  # the low halves are weights 0..15, the high ones 16..31
         bits, values = 4, pack(np.concatenate([data & 15, data >> 4], axis=-1), 4)
     zeros = np.full(scales.shape, 1 << (bits - 1), np.uint8)
