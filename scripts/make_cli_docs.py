@@ -18,8 +18,8 @@ HEAD = """# Command line
 Generated from `--help` by `scripts/make_cli_docs.py`; do not edit.
 
 Results go to stdout, everything else to stderr; progress bars show only where stderr is a terminal. Exit codes: 0 done;
-1 a fault of the program (`HVD_DEBUG=1` shows where), or outputs that differ in `hvd bench`; 2 the request can't be served
-as it is, one line says why; 130 interrupted.
+1 a fault of the program (`HVD_DEBUG=1` shows where), or outputs that differ in `hvd bench`; 2 the request can't be
+served as it is, one line says why; 130 interrupted.
 """
 
 

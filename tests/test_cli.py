@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from hvd.cli.common import ModelOptions
+from hvd.cli.demo.command import scenes
+from hvd.cli.demo.show import Stage
 from hvd.cli.main import main
 from hvd.config import EngineConfig
 from hvd.engine.llm import LLM
+from hvd.engine.text import Piece
 from hvd.testing import FakeTarget
 from hvd.tokenizer import Tokenizer
+from hvd.types import Arm
 from support import make_llm
 
 V = 512
@@ -397,3 +403,48 @@ def test_a_directory_that_cant_be_made_is_refused(fake: FakeTarget, run: Run, pr
     refused(
         run("trace", "collect", str(prompts), "--out", str(tmp_path / "file" / "traces"), "--model", "fake"), "file"
     )
+
+
+# -- the demo ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_shows_both_texts_and_that_they_are_equal(
+    tiny_model: Callable[..., Path], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = FakeTarget(V, context_limit=8192, order=1, seed=3)
+    tokenizer = Tokenizer.from_directory(tiny_model("llama", vocab=V))
+    monkeypatch.setattr(ModelOptions, "open", lambda options, config=None: make_llm(target, tokenizer))
+    code, out, err = run("demo", "--model", "fake")
+    assert code == 0, err
+    assert "output identical: yes" in out
+    assert all(out.count(f" {scene.title} ") == 3 for scene in scenes())  # a heading, and two rows of the table
+    assert out.count("\n[plain]") == out.count("\n[hvd]") == 3
+    plain, ours = (part.split("\n", 1)[1] for part in out.split("\n[plain]")[1].split("\n[hvd]"))
+    drafted = ours.split("\n\n\u2500")[0]
+    assert "\u00ab" in drafted
+    assert drafted.replace("\u00ab", "").replace("\u00bb", "").rstrip() == plain.rstrip()
+
+
+def test_tokens_are_coloured_by_arm_on_a_terminal_and_marked_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [Piece(1, "own ", Arm.PLAIN), Piece(2, "copied ", Arm.CACHE), Piece(3, "text ", Arm.CACHE)]
+    pieces += [Piece(4, "guessed", Arm.EAGLE3)]
+
+    def shown(**options: Any) -> str:
+        file = io.StringIO()
+        Stage(Console(file=file, highlight=False, **options)).stream("hvd", pieces)
+        return file.getvalue()
+
+    marked = "own \u00abcopied text \u00bb\u2039guessed\u203a"
+    assert marked in shown()
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = shown(force_terminal=True, color_system="standard")
+    assert "\x1b[30;42mcopied " in coloured
+    assert "\x1b[30;46mguessed" in coloured
+    assert "\u00ab" not in coloured
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert marked in shown(force_terminal=True)
+
+
+def test_the_demo_without_its_model_says_what_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvd.cli.demo.command.PACKAGE", "no-such-package")
+    refused(run("demo"), "scripts/demo")

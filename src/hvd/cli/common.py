@@ -26,13 +26,13 @@ class ModelOptions:
     """Which model, and how it runs. The fields are the options' names."""
 
     model: str
-    backend: str
-    weights: str
-    device: str
-    threads: int | None
-    eagle3: str | None
-    predictor: tuple[str, ...]
-    cost: str | None
+    backend: str = "auto"
+    weights: str = "auto"
+    device: str = "cpu"
+    threads: int | None = None
+    eagle3: str | None = None
+    predictor: tuple[str, ...] = ()
+    cost: str | None = None
 
     def open(self, config: EngineConfig | None = None) -> LLM:
         """Load the model (and convert it the first time), with progress on stderr."""

@@ -39,7 +39,7 @@ def emit_json(value: Mapping[str, object]) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar a task on stderr, gone when done; nothing at all when stderr is no terminal."""
+    """A bar on stderr, gone when done; nothing at all when stderr is no terminal."""
     console = stderr_console()
     if not console.is_terminal:
         yield lambda what, done, total: None
@@ -48,14 +48,8 @@ def progress_bar() -> Iterator[Progress]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bars:
-        tasks: dict[str, object] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total)  # type: ignore[arg-type]
-
-        yield show
+        task = bars.add_task("", total=None)
+        yield lambda what, done, total: bars.update(task, description=what, completed=done, total=total)
 
 
 def read_text(path: str) -> str:

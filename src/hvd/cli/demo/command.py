@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvd.cli.console import note, progress_bar
+from hvd.cli.common import ModelOptions, check_policies
+from hvd.cli.console import note
+from hvd.config import SamplingParams
 from hvd.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hvd.cli.demo.show import Stage
     from hvd.engine.llm import LLM, Completion
 
 PROMPTS = Path(__file__).with_name("prompts.json")
@@ -43,16 +46,14 @@ def demo(model: str | None, eagle3: str | None, predictor: tuple[str, ...]) -> N
       hvd demo
       hvd demo --model MODEL --eagle3 HEAD
     """
-    from hvd.bench.runner import policy_engine
-    from hvd.cli.common import check_policies
-    from hvd.cli.demo.show import Stage
-    from hvd.engine.llm import LLM
-
     predictors = check_policies(POLICIES, predictor)
-    path = model or packaged_model()
+    path = model or str(packaged_model())
     note(f"loading {Path(path).name} (the first time it is converted, which takes a little)")
-    with progress_bar() as progress:
-        base = LLM(path, eagle3=eagle3, progress=progress)
+    base = ModelOptions(path, eagle3=eagle3).open()
+
+    from hvd.bench.runner import policy_engine
+    from hvd.cli.demo.show import Stage
+
     engines = {policy: policy_engine(base, policy, predictors) for policy in POLICIES}
     note("warming up (the first time, the suffix cache is compiled)")
     _warm_up(engines)
@@ -81,17 +82,11 @@ def packaged_model() -> Path:
 
 
 def _warm_up(engines: Mapping[str, LLM]) -> None:
-    from hvd.config import SamplingParams
-
     for llm in engines.values():
         llm.chat([{"role": "user", "content": "one two three one two three one two"}], SamplingParams(max_tokens=16))
 
 
-def _play(llm: LLM, scene: Scene, stage: object) -> Completion:
-    from hvd.cli.demo.show import Stage
-    from hvd.config import SamplingParams
-
-    assert isinstance(stage, Stage)
+def _play(llm: LLM, scene: Scene, stage: Stage) -> Completion:
     with llm.stream(llm.chat_prompt(scene.messages), SamplingParams(max_tokens=scene.max_tokens)) as running:
         stage.stream(llm.config.policy, running)
         return running.completion()

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 STYLES = {Arm.CACHE: "black on green", Arm.EAGLE3: "black on cyan", Arm.PLAIN: ""}
 MARKS = {Arm.CACHE: "«»", Arm.EAGLE3: "‹›", Arm.PLAIN: ""}
 MEANING = {
-    Arm.CACHE: "drafted by the suffix cache",
-    Arm.EAGLE3: "drafted by the EAGLE3 head",
-    Arm.PLAIN: "the model's own (plain and bonus tokens)",
+    Arm.CACHE: "drafted by the cache",
+    Arm.EAGLE3: "by the EAGLE3 head",
+    Arm.PLAIN: "the model's own (plain, bonus)",
 }
 SHOWN = 3
 
@@ -62,17 +62,21 @@ class Stage:
     def finish(self) -> None:
         """The table."""
         table = Table(
-            "prompt", "policy", "tokens", "tokens/s", "tokens per cycle", "share of cycles by arm", "output identical"
+            "prompt", "policy", "tokens/s", "speed", "tokens per cycle", "share of cycles by arm", "identical"
         )
         for title, completions in self._rows:
             plain = next(iter(completions.values()))
             for policy, completion in completions.items():
-                table.add_row(
-                    title, policy, *figures(completion), "yes" if completion.token_ids == plain.token_ids else "NO"
-                )
+                same = "yes" if completion.token_ids == plain.token_ids else "NO"
+                speed = f"{rate(completion) / rate(plain):.2f}x"
+                cycles = f"{completion.stats.tokens_per_cycle:.2f}"
+                table.add_row(title, policy, f"{rate(completion):.1f}", speed, cycles, shares(completion), same)
         self._console.print(table)
-        same = all(c.token_ids == next(iter(cs.values())).token_ids for _, cs in self._rows for c in cs.values())
-        self._console.print(Text(f"output identical: {'yes' if same else 'NO'}", style="bold"))
+        self._console.print(Text(f"output identical: {'yes' if self._all_same() else 'NO'}", style="bold"))
+
+    def _all_same(self) -> bool:
+        """Whether, for each prompt, all policies gave the same tokens."""
+        return all(len({tuple(each.token_ids) for each in done.values()}) == 1 for _, done in self._rows)
 
     def _write(self, text: Text) -> None:
         self._console.print(text, end="", soft_wrap=True)
@@ -90,9 +94,13 @@ def _marked(text: str, arm: Arm) -> str:
     return MARKS[arm][:1] + text + MARKS[arm][1:] if text else ""
 
 
-def figures(completion: Completion) -> list[str]:
-    """Tokens, tokens a second while decoding, tokens a cycle, share of cycles by arm."""
+def rate(completion: Completion) -> float:
+    """Tokens a second while decoding."""
+    seconds = completion.stats.decode_seconds
+    return len(completion.token_ids) / seconds if seconds else 0.0
+
+
+def shares(completion: Completion) -> str:
+    """How many of the cycles each arm had."""
     stats = completion.stats
-    rate = len(completion.token_ids) / stats.decode_seconds if stats.decode_seconds else 0.0
-    shares = ", ".join(f"{arm.value} {of.cycles / stats.cycles:.0%}" for arm, of in stats.arms.items())
-    return [str(len(completion.token_ids)), f"{rate:.1f}", f"{stats.tokens_per_cycle:.2f}", shares]
+    return ", ".join(f"{arm.value} {of.cycles / stats.cycles:.0%}" for arm, of in stats.arms.items())
