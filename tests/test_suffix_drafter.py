@@ -418,3 +418,19 @@ def test_compiling_is_announced_in_one_line(monkeypatch: pytest.MonkeyPatch) -> 
     [line] = said
     assert line.startswith("compiling the suffix cache, once")
     assert "\n" not in line
+
+
+def test_no_kind_of_array_makes_numba_compile_again() -> None:
+    """A compilation in the midst of a request would take seconds."""
+    drafter = make()
+    respond(drafter, 0, ids(1, 2, 3))
+    kernels = (suffix_tree.observe, suffix_tree.propose, suffix_tree.insert, suffix_tree.rematch)
+    known = [kernel.signatures for kernel in kernels]
+    read_only = np.frombuffer(ids(1, 2, 3, 1).tobytes(), np.int32)
+    for key, tokens in enumerate((read_only, np.arange(8, dtype=np.int64)[::2], ids(4, 5, 4).tolist())):
+        start(drafter, key, tokens)
+        drafter.observe(key, tokens, None, prompt=False)
+        drafter.propose(key, np.int64(3))
+        drafter.close(key, keep=True)
+        drafter.add_response("t", tokens)
+    assert [kernel.signatures for kernel in kernels] == known

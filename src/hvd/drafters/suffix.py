@@ -151,7 +151,9 @@ class SuffixDrafter(Drafter):
     def observe(self, key: int, tokens: Int32Array, hidden: Float32Array | None, *, prompt: bool) -> None:
         """Take in committed tokens (see `Drafter.observe`); `hidden` is not used."""
         request = self._request(key)
-        tokens = np.ascontiguousarray(tokens, dtype=np.int32)
+        tokens = np.array(
+            tokens, dtype=np.int32
+        )  # a copy: Numba compiles anew for strided or read-only arrays
         before = request.nbytes
         request.hits = np.zeros(len(tokens), np.uint8)
         room = self._reserve(request, len(tokens))
@@ -178,7 +180,7 @@ class SuffixDrafter(Drafter):
         scope = self._scope(request)
         out = self._out
         n, match_len, source, score = self._kernels.propose(
-            request.tree.packed, scope.tree.packed, request.match, room, self._rules, self._packed_out
+            request.tree.packed, scope.tree.packed, request.match, int(room), self._rules, self._packed_out
         )
         if n == 0:
             return None
@@ -202,11 +204,13 @@ class SuffixDrafter(Drafter):
         del self._requests[key]
         self._local_bytes -= request.nbytes
         if keep and self.config.shared:
-            self.add_response(request.scope, request.text[request.response_start : request.length].copy())
+            self.add_response(request.scope, request.text[request.response_start : request.length])
 
     def add_response(self, scope: str, tokens: Int32Array) -> None:
         """Add a finished response, int32 [n], to a scope, as closing a request does."""
-        self.shared.add(scope, tokens, max(0, self.config.max_bytes - self._local_bytes))
+        self.shared.add(
+            scope, np.array(tokens, dtype=np.int32), max(0, self.config.max_bytes - self._local_bytes)
+        )
 
     # ------------------------------------------------------------------------------------------------- what is known
 

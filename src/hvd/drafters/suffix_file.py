@@ -112,7 +112,7 @@ def _cut(header: dict[str, Any], tokens: Int32Array, path: Path) -> list[tuple[s
     if sum(n for _, n in named) != len(tokens) or any(n < 0 for _, n in named):
         raise CacheFileError(f"{path} holds {len(tokens)} tokens, its header speaks of others; delete it")
     ends = np.cumsum([n for _, n in named])
-    return [(scope, tokens[end - n : end].copy()) for (scope, n), end in zip(named, ends, strict=True)]
+    return [(scope, tokens[end - n : end]) for (scope, n), end in zip(named, ends, strict=True)]
 
 
 def _replace(path: Path, data: bytes) -> None:
