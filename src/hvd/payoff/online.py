@@ -104,7 +104,7 @@ class HeadAcceptance:
     """
 
     MAX_DEPTH = 64
-    PRIOR = (3.0, 4.0)
+    PRIOR = (1.5, 2.0)
     REQUEST_PRIOR = 6.0
     MEMORY = 0.995
     IDLE_MEMORY = 0.9995
