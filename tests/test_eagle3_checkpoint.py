@@ -46,7 +46,7 @@ def test_every_layout_loads_with_sizes_from_the_weights(tmp_path: Path, layout: 
     weights = load(make_head(tmp_path, layout))
     spec = weights.spec
     assert (spec.hidden_size, spec.target_hidden_size, spec.intermediate_size) == (16, 16, 24)
-    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (1, 4, 2, 8)
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (1, 4, 2, 16)
     assert (spec.norm_eps, spec.context_limit, spec.draft_vocab_size) == (1e-5, 256, 8)
     assert spec.aux_layers == (2, 6, 9)
     for name, tensor in head_tensors().items():
@@ -190,7 +190,7 @@ def test_values_that_are_no_weights(tmp_path: Path, tensor: np.ndarray, words: s
 
 
 def test_heads_that_do_not_divide_the_rows(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"5 heads .* 32 rows of q_proj"):
+    with pytest.raises(CheckpointError, match=r"5 heads .* 64 rows of q_proj"):
         load(write(tmp_path, head_tensors(), heads=5))
     with pytest.raises(CheckpointError, match="4 heads and 4 key/value heads"):
         load(write(tmp_path, head_tensors(), num_key_value_heads=4))
@@ -326,7 +326,7 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
 
 
 def plain(theta: float) -> list[float]:
-    return [theta ** (-2 * j / 8) for j in range(4)]
+    return [theta ** (-2 * j / 16) for j in range(8)]
 
 
 def llama3(theta: float) -> list[float]:
@@ -344,10 +344,10 @@ def llama3(theta: float) -> list[float]:
 
 def yarn(theta: float) -> list[float]:
     def bound(turns: float) -> float:
-        return 8 * math.log(1024 / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return 16 * math.log(1024 / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(bound(32)), 0), min(math.ceil(bound(1)), 7)
-    ramp = [min(max((j - low) / (high - low), 0), 1) for j in range(4)]
+    low, high = max(math.floor(bound(32)), 0), min(math.ceil(bound(1)), 15)
+    ramp = [min(max((j - low) / (high - low), 0), 1) for j in range(8)]
     return [f / 4 * r + f * (1 - r) for f, r in zip(plain(theta), ramp, strict=True)]
 
 

@@ -12,8 +12,9 @@ import torch
 from hvd.config import Eagle3Config
 from hvd.drafters import eagle3
 from hvd.drafters.eagle3 import Eagle3Drafter, load_eagle3_drafter
-from hvd.models.eagle3 import NumpyHead
+from hvd.models.eagle3 import Eagle3Head, NumpyHead
 from hvd.models.eagle3_checkpoint import load_eagle3
+from hvd.models.eagle3_onnx import load_head
 from hvd.types import ROOT, Arm, Draft
 from reference_head import ReferenceHead
 from tiny_head import TARGET, head_config, head_tensors, target_tensor, target_with, write_head
@@ -33,8 +34,14 @@ def reference() -> ReferenceHead:
     return ReferenceHead(head_tensors(seed=3), target_tensor("model.embed_tokens.weight"))
 
 
-def drafter_for(folder: Path, **config: object) -> Eagle3Drafter:
-    return load_eagle3_drafter(folder, TARGET, target_tensor, Eagle3Config(**config))  # type: ignore[arg-type]
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def drafter_for(folder: Path, weights: str = "fp32", **config: object) -> Eagle3Drafter:
+    options = Eagle3Config(**config)  # type: ignore[arg-type]
+    return load_eagle3_drafter(folder, TARGET, target_tensor, options, weights=weights)
 
 
 def some_text(count: int, seed: int = 0) -> Text:
@@ -144,6 +151,13 @@ def test_tree_equals_brute_force(
     assert draft.score == pytest.approx(sum(found.values()), rel=1e-4)
 
 
+def test_a_tree_that_is_far_too_large_stops_growing(folder: Path) -> None:
+    drafter = drafter_for(folder, shape="tree", total=1024, depth=1000, top_k=8)
+    draft = opened(drafter, some_text(10)).propose(1, 1024)
+    assert draft is not None
+    assert len(paths_of(draft)) == 1024
+
+
 def test_tree_of_a_head_without_preferences_keeps_its_ancestors(tmp_path: Path) -> None:
     """All probabilities equal: every choice is a tie."""
     tensors = head_tensors()
@@ -158,11 +172,15 @@ def test_tree_of_a_head_without_preferences_keeps_its_ancestors(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_k3_08_draft_logits_are_those_of_a_fresh_head_after_every_round(folder: Path, shape: str) -> None:
-    """50 rounds: the head drafts and a random part is accepted, or another arm commits 1 to 12 tokens."""
+@pytest.mark.parametrize("weights", ["numpy", "fp32", "int8", "int4"])
+def test_k3_08_draft_logits_are_those_of_a_fresh_head_after_every_round(folder: Path, shape: str, weights: str) -> None:
+    """50 rounds: the head drafts and a random part is accepted, or another arm commits 1 to 12 tokens.
+
+    On ONNX Runtime even bit for bit.
+    """
     rng = np.random.default_rng(8)
     text = some_text(600, seed=8)
-    drafter = drafter_for(folder, shape=shape, total=12, depth=4)
+    drafter = Eagle3Drafter(head_for(folder, weights), Eagle3Config(shape=shape, total=12, depth=4))
     drafter.open(1)
     seen = 7
     feed(drafter, 1, text, 0, seen)
@@ -176,15 +194,21 @@ def test_k3_08_draft_logits_are_those_of_a_fresh_head_after_every_round(folder: 
             request = drafter._requests[1]
             assert request.cache.length == seen - 1 == request.committed - 1
             assert request.output is not None
-            fresh = fresh_logits(folder, (text[0][:seen], text[1][:seen]))
-            np.testing.assert_allclose(request.output.logits[-1], fresh, atol=1e-4)
+            fresh = fresh_logits(folder, weights, (text[0][:seen], text[1][:seen]))
+            np.testing.assert_allclose(request.output.logits[-1], fresh, atol=1e-4 if weights == "numpy" else 0, rtol=0)
         feed(drafter, 1, text, seen, seen + committed)
         seen += committed
 
 
-def fresh_logits(folder: Path, text: Text) -> np.ndarray:
+def head_for(folder: Path, weights: str) -> Eagle3Head:
+    if weights == "numpy":
+        return NumpyHead(load_eagle3(folder, TARGET, target_tensor))
+    return load_head(folder, TARGET, target_tensor, weights=weights)
+
+
+def fresh_logits(folder: Path, weights: str, text: Text) -> np.ndarray:
     """Draft logits of a new head that eats the whole text in one pass."""
-    head = NumpyHead(load_eagle3(folder, TARGET, target_tensor))
+    head = head_for(folder, weights)
     tokens = np.asarray(text[0][1:], np.int32)
     return head.forward(tokens, head.fuse(text[1][:-1]), head.open()).logits[-1]
 

@@ -12,6 +12,8 @@ import torch
 
 from hvd.models.eagle3 import Eagle3Head, HeadOutput, NumpyHead, attention_bias
 from hvd.models.eagle3_checkpoint import HeadWeights, load_eagle3
+from hvd.models.eagle3_onnx import OnnxHead
+from hvd.models.eagle3_onnx import write_head as write_converted
 from hvd.models.target import TargetSpec
 from reference_head import ReferenceHead
 from tiny_head import LAYOUTS, TARGET, head_config, head_tensors, target_tensor, target_with, write_head
@@ -36,7 +38,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[st
         {"aux_layers": (1, 2, 6, 9)},
     ),
     "full vocabulary": ({"vocab": 32}, {}, {}, {}),
-    "one head": ({"heads": 1, "kv_heads": 1, "head_dim": 4}, {"heads": 1}, {"heads": 1}, {}),
+    "one head": ({"heads": 1, "kv_heads": 1, "head_dim": 32}, {"heads": 1}, {"heads": 1}, {}),
     "no groups": ({"kv_heads": 4}, {}, {}, {}),
     "one kv head": ({"kv_heads": 1}, {"num_key_value_heads": 1}, {}, {}),
     "qk norm": ({"qk_norm": True}, {"model_type": "qwen3"}, {}, {}),
@@ -120,11 +122,22 @@ def check_tree(reference: ReferenceHead, head: Eagle3Head, text: list[int], stat
         np.testing.assert_allclose(level.logits[row], reference.behind(text, states, path), atol=1e-4)
 
 
+@pytest.fixture(params=["numpy", "onnx"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[HeadWeights], Eagle3Head]:
+    """Both ways to run a head, float32."""
+
+    def onnx(weights: HeadWeights) -> Eagle3Head:
+        write_converted(tmp_path / "converted", weights, "fp32")
+        return OnnxHead(tmp_path / "converted", threads=1)
+
+    return onnx if request.param == "onnx" else NumpyHead
+
+
 @pytest.mark.parametrize("option", OPTIONS)
-def test_option_equals_reference(case: Callable[..., Case], option: str) -> None:
+def test_option_equals_reference(case: Callable[..., Case], option: str, run: Callable[..., Eagle3Head]) -> None:
     layout = "speculators" if option in ("qk norm", "bias", "norm_before_fc") else "safeailab"
     weights, reference = case(option, layout)
-    check(weights, reference, NumpyHead(weights))
+    check(weights, reference, run(weights))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -49,7 +49,7 @@ def head_tensors(
     aux: int = 3,
     heads: int = 4,
     kv_heads: int = 2,
-    head_dim: int = 8,
+    head_dim: int = 16,
     intermediate: int = 24,
     vocab: int = 8,
     target_vocab: int = 32,

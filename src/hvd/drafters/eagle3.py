@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from hvd.config import Eagle3Config
 from hvd.drafters.base import Drafter
-from hvd.models.eagle3 import Eagle3Head, HeadCache, HeadOutput, NumpyHead
-from hvd.models.eagle3_checkpoint import load_eagle3
+from hvd.models.eagle3 import SCRATCH, Eagle3Head, HeadCache, HeadOutput
+from hvd.models.eagle3_onnx import load_head
 from hvd.models.target import TargetSpec
 from hvd.types import ROOT, Arm, Draft, Float32Array, Int32Array, Int64Array
 
@@ -180,10 +180,10 @@ class Eagle3Drafter(Drafter):
         features, seen = output.features[-1:], np.zeros((1, 0), np.bool_)
         for depth in range(levels - 1):
             frontier = grown.frontier(fresh, total)
-            if not len(frontier):
+            used, count = seen.shape[1], len(frontier)
+            if not count or used + count > SCRATCH:
                 break
             rows = grown.rows[frontier]  # of their parents in the last pass
-            used, count = seen.shape[1], len(frontier)
             seen = np.concatenate([seen[rows], np.eye(count, dtype=np.bool_)], axis=1)
             start = cache.length + used
             output = self.head.forward(
@@ -270,6 +270,11 @@ def load_eagle3_drafter(
     target: TargetSpec,
     target_tensor: Callable[[str], NDArray[Any]],
     config: Eagle3Config,
+    *,
+    weights: str = "int8",
+    threads: int | None = None,
+    any_target: bool = False,
 ) -> Eagle3Drafter:
-    """Load a head and make a drafter of it. Parameters and errors as `load_eagle3`."""
-    return Eagle3Drafter(NumpyHead(load_eagle3(source, target, target_tensor)), config, target.aux_layers)
+    """Load a head and make a drafter of it. Parameters and errors as `hvd.models.eagle3_onnx.load_head`."""
+    head = load_head(source, target, target_tensor, weights=weights, threads=threads, any_target=any_target)
+    return Eagle3Drafter(head, config, target.aux_layers)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ from hvd.models.rope import cos_sin
 from hvd.types import BoolArray, Float32Array, Int32Array
 
 FIRST_CAPACITY = 256
+SCRATCH = 1024
+"""Slots behind the committed pairs that the levels of a tree may fill."""
 ROTARY_BLOCK = 1024
 
 
@@ -71,10 +74,10 @@ class HeadOutput:
 class Eagle3Head(ABC):
     """A loaded head. `target_ids` int32 [V] turns draft vocabulary entries into token ids."""
 
-    def __init__(self, weights: HeadWeights) -> None:
-        self.spec = weights.spec
-        self.target_ids: Int32Array = weights.target_ids
-        self._embedding = weights.embedding
+    def __init__(self, spec: HeadSpec, embedding: NDArray[Any], target_ids: Int32Array) -> None:
+        self.spec = spec
+        self.target_ids = target_ids
+        self._embedding = embedding
 
     def open(self) -> HeadCache:
         """An empty KV cache."""
@@ -117,7 +120,7 @@ class NumpyHead(Eagle3Head):
     """The head in NumPy, float32. The reference, and the fallback."""
 
     def __init__(self, weights: HeadWeights) -> None:
-        super().__init__(weights)
+        super().__init__(weights.spec, weights.embedding, weights.target_ids)
         self._t = weights.tensors
         self._rotary = RotaryTable(self.spec)
         names = [f"layers.{layer}.self_attn" for layer in range(self.spec.num_layers)]

@@ -1,0 +1,198 @@
+"""The EAGLE3 head on ONNX Runtime: what drafts on a CPU. Rounding its weights is safe: drafts are only proposals.
+
+A head is converted once, into `<cache>/eagle3/<digest of its files and its target>-<weights>-<format>/`:
+
+    fuse/  step/                                     the graphs (eagle3_graph.py)
+    embedding.npy  target_ids.npy  spec.json         the rest of the head
+
+Committed pairs are eaten in passes that leave no row alone in its block, as in onnx_target.py: then a draft depends on
+the committed text alone, bit for bit, however the text was cut into passes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd.errors import CheckpointError, ConfigError
+from hvd.models.config import RopeConfig
+from hvd.models.eagle3 import SCRATCH, Eagle3Head, HeadCache, HeadOutput, NumpyHead, attention_bias
+from hvd.models.eagle3_checkpoint import HeadWeights, find_eagle3, load_eagle3
+from hvd.models.eagle3_graph import PARTS, write_graphs
+from hvd.models.eagle3_tensors import HeadSpec
+from hvd.models.onnx_cache import FORMATS, WEIGHTS_FILE, cache_root
+from hvd.models.onnx_session import bind, bind_result, open_session
+from hvd.models.target import TargetSpec
+from hvd.types import BoolArray, Float32Array, Int32Array
+
+FORMAT = 1
+HEAD_DIM_STEP = 16
+"""The runtime's attention takes heads of a multiple of this."""
+ONE_THREAD_BYTES = 16 * 1024 * 1024
+"""A head of fewer bytes of weights is done on one core before several have agreed."""
+
+
+class OnnxHead(Eagle3Head):
+    """A converted head. threads: None = one for a small head, else all cores. CheckpointError if it can't be read."""
+
+    def __init__(self, directory: Path, threads: int | None = None) -> None:
+        spec, embedding, target_ids = _read(directory)
+        super().__init__(spec, embedding, target_ids)
+        angles = (spec.context_limit + SCRATCH) * spec.head_dim * 4
+        small = (directory / "step" / WEIGHTS_FILE).stat().st_size - angles < ONE_THREAD_BYTES
+        self._fuse = open_session(directory / "fuse", 1)
+        self._step = open_session(directory / "step", 1 if small else threads)
+        self._binding = self._step.io_binding()
+        self._bound: tuple[HeadCache | None, int] = (None, 0)
+
+    def fuse(self, states: Float32Array) -> Float32Array:
+        """See `Eagle3Head.fuse`."""
+        lone = len(states) % HEAD_DIM_STEP == 1
+        padded = np.concatenate([states, states[-1:]]) if lone else states
+        fused: Float32Array = self._fuse.run(None, {"states": padded[None]})[0][0]
+        return fused[: len(states)]
+
+    def forward(
+        self,
+        tokens: Int32Array,
+        features: Float32Array,
+        cache: HeadCache,
+        *,
+        start: int | None = None,
+        depth: int = 0,
+        mask: BoolArray | None = None,
+        last: bool = True,
+    ) -> HeadOutput:
+        """See `Eagle3Head.forward`."""
+        count = len(tokens)
+        rows = np.array([count - 1]) if last else np.arange(count)
+        if start is None and count % HEAD_DIM_STEP == 1:
+            tokens, features = np.append(tokens, tokens[-1:]), np.concatenate([features, features[-1:]])
+        start = cache.length if start is None else start
+        width, total = len(tokens), start + len(tokens)
+        cache.reserve(total)
+        bias = attention_bias(width, start, cache.length, mask)
+        inputs = {
+            "embeds": self.embed(tokens)[None],
+            "features": np.ascontiguousarray(features)[None],
+            "position_ids": (np.arange(start, total) if mask is None else np.full(width, cache.length + depth))[None],
+            "attention_bias": (np.zeros((width, total), np.float32) if bias is None else bias)[None, None],
+            "last_position": np.array([total - 1], np.int32),
+            "total_length": np.array(total, np.int32),
+            "rows": rows,
+        }
+        output = HeadOutput(
+            np.empty((width, self.spec.hidden_size), np.float32),
+            np.empty((len(rows), self.spec.draft_vocab_size), np.float32),
+        )
+        self._run(inputs, output, cache)
+        return HeadOutput(output.features[:count], output.logits)
+
+    def _run(self, inputs: dict[str, NDArray[Any]], output: HeadOutput, cache: HeadCache) -> None:
+        if self._bound != (cache, cache.capacity):
+            self._bind_cache(cache)
+        for name, array in inputs.items():
+            bind(self._binding, name, array)
+        bind_result(self._binding, "fed_back", output.features, (1, *output.features.shape))
+        bind_result(self._binding, "logits", output.logits, (1, *output.logits.shape))
+        self._step.run_with_iobinding(self._binding)
+
+    def _bind_cache(self, cache: HeadCache) -> None:
+        """Let the graph read and extend the cache in place."""
+        for layer in range(self.spec.num_layers):
+            for part, store in zip(PARTS, (cache.keys[layer], cache.values[layer]), strict=True):
+                bind(self._binding, f"past.{layer}.{part}", store, (1, *store.shape))
+                bind_result(self._binding, f"present.{layer}.{part}", store, (1, *store.shape))
+        self._bound = (cache, cache.capacity)
+
+
+def load_head(
+    source: str | Path,
+    target: TargetSpec,
+    target_tensor: Callable[[str], NDArray[Any]],
+    *,
+    weights: str = "int8",
+    threads: int | None = None,
+    any_target: bool = False,
+) -> Eagle3Head:
+    """Open a head for drafting on a CPU, converting it unless that was done before.
+
+    weights   "int4", "int8" or "fp32"
+    threads   most threads; None = all cores
+
+    Other parameters, and errors, as `load_eagle3`; ConfigError for an unknown weight format. A head whose head_dim is
+    no multiple of 16 can't be converted and runs in NumPy.
+    """
+    if weights not in FORMATS:
+        raise ConfigError(f"weights of an EAGLE3 head must be one of {', '.join(FORMATS)}, got {weights!r}")
+    folder = find_eagle3(source)
+    final = cache_root() / "eagle3" / f"{_digest(folder, target, any_target)}-{weights}-{FORMAT}"
+    if not final.exists():
+        head = load_eagle3(folder, target, target_tensor, any_target=any_target)
+        if head.spec.head_dim % HEAD_DIM_STEP:
+            return NumpyHead(head)
+        _convert(head, weights, final)
+    return OnnxHead(final, threads)
+
+
+# -- conversion -------------------------------------------------------------------------------------------------------
+
+
+def write_head(directory: Path, head: HeadWeights, weights: str) -> None:
+    """Write the files of a converted head into a new directory."""
+    write_graphs(directory, head, weights)
+    np.save(directory / "embedding.npy", head.embedding)
+    np.save(directory / "target_ids.npy", head.target_ids)
+    (directory / "spec.json").write_text(json.dumps(asdict(head.spec), indent=2), "utf-8")
+
+
+def _read(directory: Path) -> tuple[HeadSpec, NDArray[Any], Int32Array]:
+    try:
+        facts = json.loads((directory / "spec.json").read_text("utf-8"))
+        facts |= {"aux_layers": tuple(facts["aux_layers"]), "rope": RopeConfig(**facts["rope"])}
+        embedding = np.load(directory / "embedding.npy", mmap_mode="r")
+        return HeadSpec(**facts), embedding, np.load(directory / "target_ids.npy")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"can't open the converted EAGLE3 head in {directory} ({error}); remove it") from error
+
+
+def _digest(folder: Path, target: TargetSpec, any_target: bool) -> str:
+    """Of all that a conversion depends on: the head's files, and the facts of the target that it was checked for."""
+    digest = hashlib.blake2b(digest_size=20)
+    for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
+        path = folder / name
+        if path.exists():
+            with path.open("rb") as file:
+                digest.update(name.encode() + hashlib.file_digest(file, "blake2b").digest())
+    facts = (target.fingerprint, target.aux_layers, target.vocab_size, target.hidden_size, target.num_layers)
+    digest.update(repr((*facts, any_target)).encode())
+    return digest.hexdigest()
+
+
+def _convert(head: HeadWeights, weights: str, final: Path) -> None:
+    """Write all files under a temporary name, flush and rename. Whoever comes second keeps the first one's."""
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=final.parent) as parent:
+            fresh = Path(parent) / "head"
+            write_head(fresh, head, weights)
+            for path in (path for path in fresh.rglob("*") if path.is_file()):
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())
+            if not final.exists():
+                fresh.rename(final)
+    except OSError as error:
+        if final.exists():
+            return
+        raise CheckpointError(
+            f"can't write the converted EAGLE3 head to {final.parent} ({error}); set HVD_CACHE to another place"
+        ) from error
