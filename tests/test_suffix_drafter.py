@@ -407,6 +407,18 @@ def test_numba_is_imported_when_a_drafter_is_made_not_before() -> None:
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
+def test_where_no_cache_can_be_written_every_process_compiles() -> None:
+    check = """
+import sys, tempfile
+def refuse(*args, **kwargs): raise OSError("read-only")
+import numba
+tempfile.TemporaryFile = refuse
+from hvd.drafters import suffix_tree
+sys.exit(suffix_tree.compiled())
+"""
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
 def test_compiling_is_announced_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     make()

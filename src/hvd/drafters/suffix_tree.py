@@ -50,7 +50,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _jit(function: _Function) -> _Function:
-    return cast(_Function, numba.njit(cache=True, error_model="numpy")(function))
+    try:
+        return cast(_Function, numba.njit(cache=True, error_model="numpy")(function))
+    except RuntimeError:  # no folder for the cache can be written: every process compiles
+        return cast(_Function, numba.njit(error_model="numpy")(function))
 
 
 class Rules(NamedTuple):
@@ -617,6 +620,8 @@ def buffers(max_draft: int) -> Buffers:
 
 def compiled() -> bool:
     """Whether an earlier process left compiled code that is no older than this file."""
+    folder = cast(Any, observe).stats.cache_path
+    if folder is None:
+        return False
     source = Path(__file__).stat().st_mtime
-    folder = Path(cast(Any, observe).stats.cache_path)
-    return any(path.stat().st_mtime >= source for path in folder.glob("suffix_tree.observe-*.nbi"))
+    return any(path.stat().st_mtime >= source for path in Path(folder).glob("suffix_tree.observe-*.nbi"))
