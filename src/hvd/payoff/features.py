@@ -23,9 +23,9 @@ CLASS_NAMES = ("space", "newline", "blank", "punct", "bracket", "delim", "digit"
 
 _WINDOWS = (1, 2, 4, 8, 16, 32, 64)
 _PROFILE = (1, 2, 4, 8, 16, 32)
-_PROFILE_INDEX = np.array(_PROFILE) - 1
 _RECENT = 3
 _BITS: Float32Array = ((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.float32)
+_BIT_TUPLES = [tuple(row) for row in _BITS.tolist()]
 _LOG_K: Float32Array = np.log1p(np.arange(1, 4097)).astype(np.float32)
 
 POLICY_NAMES = (
@@ -57,17 +57,21 @@ TOKEN_NAMES = (
 )
 """Names of the columns of `token_features`."""
 
-_PLAIN_COLUMNS = len(TOKEN_NAMES) - 16
+_TOKEN_CLASSES = slice(len(TOKEN_NAMES) - 16, len(TOKEN_NAMES) - 8)
+_BEFORE_CLASSES = slice(len(TOKEN_NAMES) - 8, len(TOKEN_NAMES))
 
 
 def state_features(history: History, draft: Draft) -> Float32Array:
     """Facts of the request and of a (non-empty) cache draft as a whole, float32 [S], columns as in `STATE_NAMES`."""
-    masks = history.classes(draft.tokens)
-    row = [*_text_row(history), *_policy_row(history)]
-    return np.concatenate(
-        (np.array(row, np.float32), _class_row(history), _draft_row(draft), _profile(draft), _BITS[masks].mean(0)),
-        dtype=np.float32,
-    )
+    return features(history, draft)[0]
+
+
+def features(history: History, draft: Draft) -> tuple[Float32Array, Float32Array]:
+    """`state_features` and `token_features` of a (non-empty) cache draft; cheaper than one after the other."""
+    token = token_features(history, draft)
+    row = [*_text_row(history), *_policy_row(history), *_class_row(history), *_draft_row(draft, token)]
+    classes = token[:, _TOKEN_CLASSES].sum(0) / np.float32(len(draft))
+    return np.concatenate((np.array(row, np.float32), classes)), token
 
 
 def _text_row(history: History) -> list[float]:
@@ -101,59 +105,52 @@ def _policy_row(history: History) -> list[float]:
     ]
 
 
-def _class_row(history: History) -> Float32Array:
-    tail = _BITS[history.tail_classes]
-    return np.concatenate((_BITS[history.last_class], tail.sum(0) / np.float32(max(1, len(tail)))))
+def _class_row(history: History) -> list[float]:
+    tail = history.tail
+    rows = [_BIT_TUPLES[mask] for mask in tail] or [_BIT_TUPLES[0]]
+    return [*rows[-1], *(sum(column) / len(rows) for column in zip(*rows, strict=True))]
 
 
-def _draft_row(draft: Draft) -> Float32Array:
+def _draft_row(draft: Draft, token: Float32Array) -> list[float]:
     length = len(draft)
-    row = [
+    products = token[:, 3]
+    return [
         draft.score,
         log1p(max(0.0, draft.score)),
         log1p(draft.match_len),
         log1p(length),
         float(draft.local),
-        log1p(int(draft.counts[0])),
-        log1p(int(draft.parent_counts[0])),
-        float(draft.probs.mean()),
-        int((draft.counts == 1).sum()) / length,
+        float(token[0, 1]),
+        float(token[0, 2]),
+        float(draft.probs.sum()) / length,
+        int(np.count_nonzero(draft.counts == 1)) / length,
+        *(float(products[k - 1]) if k <= length else 0.0 for k in _PROFILE),
     ]
-    return np.array(row, np.float32)
-
-
-def _profile(draft: Draft) -> Float32Array:
-    """Running product of the probabilities at a few lengths; 0 behind the draft's end."""
-    product = np.zeros(_PROFILE[-1], np.float32)
-    head = draft.probs[: _PROFILE[-1]]
-    np.multiply.accumulate(head, out=product[: len(head)])
-    profile: Float32Array = product[_PROFILE_INDEX]
-    return profile
 
 
 def token_features(history: History, draft: Draft) -> Float32Array:
     """Facts of every place of a (non-empty) cache draft, float32 [n, T], columns as in `TOKEN_NAMES`."""
     n = len(draft)
-    masks = history.classes(draft.tokens)
     out = np.empty((n, len(TOKEN_NAMES)), np.float32)
     out[:, 0] = draft.probs
-    out[:, 1] = np.log1p(draft.counts, dtype=np.float32)
-    out[:, 2] = np.log1p(draft.parent_counts, dtype=np.float32)
+    np.log1p(draft.counts, out=out[:, 1], dtype=np.float32, casting="same_kind")
+    np.log1p(draft.parent_counts, out=out[:, 2], dtype=np.float32, casting="same_kind")
     np.multiply.accumulate(draft.probs, out=out[:, 3])
-    out[:, 4] = _log_places(0, n)
-    out[:, 5] = _log_places(draft.match_len, n)
-    out[:, 6] = draft.counts == 1
-    out[:, 7] = draft.parent_counts == 1
+    out[:, 4] = log_places(0, n)
+    out[:, 5] = log_places(draft.match_len, n)
+    np.equal(draft.counts, 1, out=out[:, 6], casting="unsafe")
+    np.equal(draft.parent_counts, 1, out=out[:, 7], casting="unsafe")
     out[0, 8] = 0.0
-    out[1:, 8] = draft.tokens[1:] == draft.tokens[:-1]
-    out[:, _PLAIN_COLUMNS : _PLAIN_COLUMNS + 8] = _BITS[masks]
-    out[0, _PLAIN_COLUMNS + 8 :] = _BITS[history.last_class]
-    out[1:, _PLAIN_COLUMNS + 8 :] = out[:-1, _PLAIN_COLUMNS : _PLAIN_COLUMNS + 8]
+    np.equal(draft.tokens[1:], draft.tokens[:-1], out=out[1:, 8], casting="unsafe")
+    classes = _BITS[history.classes(draft.tokens)]
+    out[:, _TOKEN_CLASSES] = classes
+    out[0, _BEFORE_CLASSES] = _BITS[history.last_class]
+    out[1:, _BEFORE_CLASSES] = classes[:-1]
     return out
 
 
-def _log_places(start: int, n: int) -> Float32Array:
-    """log(1 + start + k) for k = 1..n, float32 [n]."""
+def log_places(start: int, n: int) -> Float32Array:
+    """log(1 + start + k) for k = 1..n, float32 [n]. Read only."""
     if start + n <= len(_LOG_K):
         return _LOG_K[start : start + n]
     values: NDArray[np.float32] = np.log1p(np.arange(start + 1, start + n + 1)).astype(np.float32)

@@ -82,9 +82,9 @@ class History:
         return self._tail[-1] if self._tail else 0
 
     @property
-    def tail_classes(self) -> NDArray[np.uint8]:
-        """Class masks of the last committed tokens, uint8 [<= TAIL], newest last."""
-        return np.frombuffer(self._tail, np.uint8)
+    def tail(self) -> bytes:
+        """Class masks of the last committed tokens, at most `TAIL`, newest last."""
+        return self._tail
 
     def hit_rate(self, window: int) -> float:
         """Share of shadow hits in the last `window` generated tokens, half a hit and half a miss added."""

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd.errors import PredictorError
-from hvd.payoff.features import STATE_NAMES, TOKEN_NAMES, state_features, token_features
+from hvd.payoff.features import STATE_NAMES, TOKEN_NAMES, features, log_places
 from hvd.payoff.history import History
 from hvd.payoff.predictor_file import read_predictor_file, write_predictor_file
 from hvd.types import Draft, Float32Array
@@ -157,9 +157,9 @@ class SurvivalPredictor(Predictor, SurvivalModel):
 
     def logits(self, history: History, draft: Draft) -> Float32Array:
         """Log-odds of the hazards, float32 [n]."""
-        shared = state_features(history, draft) @ self._state + self._bias
-        x = token_features(history, draft) @ self._token
-        x += shared
+        state, token = features(history, draft)
+        x = token @ self._token
+        x += state @ self._state + self._bias
         if self._rest:
             np.maximum(x, 0.0, out=x)
             x = _forward(tuple(self._rest), x)
@@ -182,15 +182,16 @@ class FallbackSurvival(SurvivalModel):
 
     PRIOR_TRIALS = 8.0
     MEMORY = 200.0
-    _DEPTHS = np.array([2, 3, 5, 9, 17])
+    _DEPTHS = (2, 3, 5, 9, 17)
     _RATES = (0.35, 0.75)
+    _BUCKETS = (len(_DEPTHS) + 1) * (len(_RATES) + 1) * 2
 
     def __init__(self) -> None:
-        shape = (len(self._DEPTHS) + 1) * 2 * (len(self._RATES) + 1)
-        self._trials = np.zeros(shape)
-        self._accepted = np.zeros(shape)
-        self._foretold = np.zeros(shape)
-        self._shift = np.zeros(shape, np.float32)
+        self._outcomes = np.zeros((3, self._BUCKETS))
+        """Of every bucket: trials, accepted, expected by the formula."""
+        self._shift = np.zeros(self._BUCKETS, np.float32)
+        deepest = np.arange(4096)
+        self._depth_bucket = 2 * np.searchsorted(self._DEPTHS, deepest, "right") * (len(self._RATES) + 1)
 
     def hazard(self, history: History, draft: Draft) -> Float32Array:
         """See `SurvivalModel.hazard`."""
@@ -202,54 +203,52 @@ class FallbackSurvival(SurvivalModel):
         return out
 
     def prior(self, history: History, draft: Draft) -> Float32Array:
-        """Log-odds by the formula alone, float32 [n]."""
-        place = np.arange(1, len(draft) + 1)
-        count, parent = draft.counts, draft.parent_counts
-        ratio = np.where(parent > 0, (count + 0.2) / (parent - count + 0.4), 1.0)
+        """Log-odds by the formula alone, float32 [n].
+
+        Its coefficients are a logistic fit to recorded replies of people and models (chat, code, editing, tool calls,
+        reading) at the cycle boundaries of decoding with the whole cache draft.
+        """
+        n = len(draft)
         near, far = _odds(history.hit_rate(8)), _odds(history.hit_rate(64))
-        shared = -1.93 + 0.11 * far + 0.36 * log1p(history.hit_run)
-        logits = 0.61 * np.log(draft.match_len + place) + 0.9 * np.log(ratio) + 0.62 * np.log(place) + shared
-        logits[0] += 0.93 + 0.21 * near
-        out: Float32Array = logits.astype(np.float32)
+        logits = np.add(draft.counts, 0.2, dtype=_F)
+        logits /= np.add(np.maximum(draft.parent_counts - draft.counts, 0), 0.4, dtype=_F)
+        np.log(logits, out=logits)
+        logits *= _F(0.9)
+        logits += _F(0.61) * log_places(max(0, draft.match_len - 1), n)
+        logits += _F(0.62) * log_places(0, n)
+        logits += _F(-2.36 + 0.11 * far + 0.36 * log1p(history.hit_run))
+        logits[0] += _F(0.93 + 0.21 * near)
+        out: Float32Array = logits
         return out
 
     def buckets(self, history: History, draft: Draft) -> NDArray[np.intp]:
         """Bucket of every place, int [n]."""
-        depth = np.searchsorted(self._DEPTHS, np.arange(draft.match_len, draft.match_len + len(draft)) + 1, "right")
         rate = history.hit_rate(16)
-        row = depth * 2 + 1
-        row[0] -= 1
-        return row * (len(self._RATES) + 1) + sum(rate > edge for edge in self._RATES)
+        base = sum(rate > edge for edge in self._RATES)
+        depth = np.arange(draft.match_len + 1, draft.match_len + len(draft) + 1)
+        out: NDArray[np.intp] = self._depth_bucket.take(depth, mode="clip")
+        out += base
+        out[0] += len(self._RATES) + 1
+        return out
 
-    def learn(
-        self,
-        buckets: NDArray[np.intp],
-        prior: Float32Array,
-        tried: int,
-        accepted: int,
-    ) -> None:
+    def learn(self, buckets: NDArray[np.intp], prior: Float32Array, tried: int, accepted: int) -> None:
         """Take in an outcome: of `tried` tokens the first `accepted` were right (then one was wrong, if any was left).
 
         `buckets` and `prior` are those of the moment of the decision.
         """
-        seen = min(tried, accepted + 1)
-        where = buckets[:seen]
-        np.add.at(self._trials, where, 1.0)
-        np.add.at(self._accepted, where[:accepted], 1.0)
-        np.add.at(self._foretold, where, sigmoid(prior[:seen]))
-        touched = np.unique(where)
-        fade = np.minimum(1.0, self.MEMORY / self._trials[touched])
-        for table in (self._trials, self._accepted, self._foretold):
-            table[touched] *= fade
-        self._shift[touched] = self._posterior(touched)
+        where = buckets[: min(tried, accepted + 1)]
+        expected = sigmoid(prior[: len(where)])
+        trials, right, foretold = self._outcomes
+        trials += np.bincount(where, minlength=self._BUCKETS)
+        right += np.bincount(where[:accepted], minlength=self._BUCKETS)
+        foretold += np.bincount(where, expected, minlength=self._BUCKETS)
+        self._outcomes *= self.MEMORY / np.maximum(trials, self.MEMORY)
+        mean = np.clip(foretold / np.maximum(trials, 1e-9), 0.01, 0.99)
+        rate = (right + self.PRIOR_TRIALS * mean) / (trials + self.PRIOR_TRIALS)
+        self._shift[:] = np.log(rate * (1 - mean) / (mean * (1 - rate)))
 
-    def _posterior(self, bucket: NDArray[np.intp]) -> Float32Array:
-        """How far a bucket's log-odds lie from what the formula foretold for the same trials."""
-        trials, accepted = self._trials[bucket], self._accepted[bucket]
-        mean = np.clip(self._foretold[bucket] / trials, 0.01, 0.99)
-        rate = (accepted + self.PRIOR_TRIALS * mean) / (trials + self.PRIOR_TRIALS)
-        shift: Float32Array = (np.log(rate / (1 - rate)) - np.log(mean / (1 - mean))).astype(np.float32)
-        return shift
+
+_F = np.float32
 
 
 def _odds(probability: float) -> float:
