@@ -266,6 +266,44 @@ def test_every_command_has_help_with_an_example(run: Run) -> None:
         assert f"  hvd {command}" in out.split("Examples:")[1]
 
 
+# -- a real, tiny model through all layers --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A tiny model on the onnx backend, with a cache directory of its own."""
+    monkeypatch.setenv("HVD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return str(tiny_model("llama", vocab=V, hidden=64, intermediate=128))
+
+
+def test_a_model_is_converted_once(tiny: str, run: Run) -> None:
+    code, out, err = run("convert", "--model", tiny, "--weights", "fp32", "--json")
+    assert code == 0, err
+    first = json.loads(out)
+    files = {path.name: path.stat().st_mtime_ns for path in Path(first["directory"]).iterdir()}
+    assert first["bytes"] == sum(path.stat().st_size for path in Path(first["directory"]).iterdir())
+    assert first["weights"] == "fp32"
+    code, out, err = run("convert", "--model", tiny, "--weights", "fp32")
+    assert (code, out) == (0, first["directory"] + "\n")
+    assert {path.name: path.stat().st_mtime_ns for path in Path(first["directory"]).iterdir()} == files
+    refused(run("convert", "--model", tiny, "--weights", "int3"), "int3", "int4")
+
+
+def test_a_real_backend_gives_the_same_tokens_under_every_policy(tiny: str, run: Run) -> None:
+    def tokens(policy: str, *more: str) -> list[int]:
+        args = ("generate", "ab ab ab ab", "--model", tiny, "--max-tokens", "40", "--json", "--policy", policy, *more)
+        code, out, err = run(*args)
+        assert code == 0, err
+        return list(json.loads(out)["token_ids"])
+
+    assert tokens("hvd") == tokens("plain") == tokens("any-match")
+    refused(run("generate", "x", "--model", tiny, "--weights", "int3"), "int3")
+    refused(run("generate", "x", "--model", tiny, "--backend", "tpu"), "tpu")
+    refused(run("generate", "x", "--model", tiny, "--eagle3", "/no/such/head"), "/no/such/head")
+    refused(run("generate", "x", "--model", tiny, "--cost", "/no/such/cost"), "/no/such/cost")
+
+
 # -- traces, training, replay -----------------------------------------------------------------------------------------
 
 

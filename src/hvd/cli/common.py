@@ -28,7 +28,7 @@ class ModelOptions:
     model: str
     backend: str = "auto"
     weights: str = "auto"
-    device: str = "cpu"
+    device: str = "auto"
     threads: int | None = None
     eagle3: str | None = None
     predictor: tuple[str, ...] = ()
@@ -57,7 +57,9 @@ _MODEL = (
     click.option("--model", "-m", required=True, help="Hugging Face directory, hub id or GGUF file."),
     click.option("--backend", default="auto", help="auto, onnx or torch."),
     click.option("--weights", default="auto", help="auto, int4, int8 or fp32; with torch a dtype such as bfloat16."),
-    click.option("--device", default="cpu", help="cpu or cuda."),
+    click.option(
+        "--device", default="auto", help="auto, cpu or cuda; auto: for torch a GPU where there is one, else cpu."
+    ),
     click.option("--threads", type=click.IntRange(1), help="CPU threads (all cores when not given)."),
     click.option("--eagle3", help="EAGLE3 head: directory or hub id."),
     click.option("--predictor", multiple=True, help="Predictor made by 'hvd train predictor'; one of each kind."),

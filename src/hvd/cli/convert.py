@@ -24,13 +24,11 @@ def convert(model: str, weights: str, as_json: bool) -> None:
       hvd convert --model HuggingFaceTB/SmolLM2-135M-Instruct --weights int8
     """
     from hvd.models.checkpoint import load_checkpoint
-    from hvd.models.onnx_convert import convert as to_onnx
+    from hvd.models.loader import converted_model
 
     started = time.perf_counter()
     with progress_bar() as progress:
-        done = to_onnx(
-            load_checkpoint(model), weights, lambda what, share: progress("converting", round(share * 100), 100)
-        )
+        done = converted_model(load_checkpoint(model), weights, progress)
     seconds = time.perf_counter() - started
     size = sum(path.stat().st_size for path in done.directory.iterdir())
     if as_json:

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from hvd.types import Arm
@@ -61,22 +62,21 @@ class Stage:
 
     def finish(self) -> None:
         """The table."""
-        table = Table(
-            "prompt", "policy", "tokens/s", "speed", "tokens per cycle", "share of cycles by arm", "identical"
-        )
+        columns = ("prompt", "policy", "tokens/s", "speed", "tokens per cycle", "cycles by arm")
+        table = Table(*(Column(name, no_wrap=name != "tokens per cycle") for name in columns), box=box.SIMPLE)
         for title, completions in self._rows:
             plain = next(iter(completions.values()))
             for policy, completion in completions.items():
-                same = "yes" if completion.token_ids == plain.token_ids else "NO"
                 speed = f"{rate(completion) / rate(plain):.2f}x"
-                cycles = f"{completion.stats.tokens_per_cycle:.2f}"
-                table.add_row(title, policy, f"{rate(completion):.1f}", speed, cycles, shares(completion), same)
+                per_cycle = f"{completion.stats.tokens_per_cycle:.2f}"
+                table.add_row(title, policy, f"{rate(completion):.1f}", speed, per_cycle, shares(completion))
         self._console.print(table)
-        self._console.print(Text(f"output identical: {'yes' if self._all_same() else 'NO'}", style="bold"))
+        self._console.print(f"output identical: {self._identical()}", style="bold")
 
-    def _all_same(self) -> bool:
-        """Whether, for each prompt, all policies gave the same tokens."""
-        return all(len({tuple(each.token_ids) for each in done.values()}) == 1 for _, done in self._rows)
+    def _identical(self) -> str:
+        """Whether all policies gave the same tokens; if not, for which prompts they did not."""
+        different = [title for title, done in self._rows if len({tuple(each.token_ids) for each in done.values()}) > 1]
+        return f"NO ({', '.join(different)})" if different else "yes"
 
     def _write(self, text: Text) -> None:
         self._console.print(text, end="", soft_wrap=True)
