@@ -22,6 +22,7 @@ from hvd.models.checkpoint import Checkpoint
 from hvd.models.onnx_cache import FORMATS, Converted, describe, directory_of, find, publish
 from hvd.models.onnx_decoder import build_decoder
 from hvd.models.onnx_graph import GraphBuilder, Weight
+from hvd.models.onnx_heads import wide, widen
 from hvd.models.onnx_weights import carry_over, quantize
 from hvd.types import Float32Array
 
@@ -85,7 +86,8 @@ class Weights:
 
     def plain(self, name: str) -> Float32Array:
         """See `WeightSource`."""
-        return np.ascontiguousarray(self.checkpoint.tensor(name), np.float32)
+        tensor = np.ascontiguousarray(self.checkpoint.tensor(name), np.float32)
+        return widen(name, tensor, self.checkpoint.config.head_dim)
 
     def matrix(self, name: str, bits: int | None = None) -> Weight:
         """See `WeightSource`."""
@@ -95,10 +97,14 @@ class Weights:
         raw = self.checkpoint.quantized(name)
         if raw is not None:
             same = carry_over(raw.data, raw.kind, *raw.shape)
-            if same is not None and same.bits == bits:
+            if same is not None and same.bits == bits and not self._widened(name):
                 return self._count(f"{raw.kind} carried over", same)
         kind = raw.kind if raw is not None else "floats"
         return self._count(f"{kind} rounded to {bits} bits", quantize(self.plain(name), bits))
+
+    def _widened(self, name: str) -> bool:
+        head_dim = self.checkpoint.config.head_dim
+        return wide(head_dim) != head_dim and ".self_attn." in name
 
     def _count(self, fate: str, weight: Weight) -> Weight:
         self.fates[fate] = self.fates.get(fate, 0) + 1

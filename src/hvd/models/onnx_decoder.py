@@ -9,8 +9,9 @@ import numpy as np
 
 from hvd.models.config import ModelConfig
 from hvd.models.onnx_graph import GraphBuilder, Weight
+from hvd.models.onnx_heads import wide, wide_epsilon
 from hvd.models.rope import cos_sin
-from hvd.types import Float32Array
+from hvd.types import Float32Array, Float64Array
 
 PADDING = 1
 """Positions that a pass may compute behind the last one asked for (see `onnx_target`)."""
@@ -38,7 +39,7 @@ def build_decoder(builder: GraphBuilder, config: ModelConfig, weights: WeightSou
     builder.attention_inputs()
     positions = np.arange(config.context_limit + PADDING, dtype=np.int64)
     cos, sin = cos_sin(config.rope, config.head_dim, config.context_limit, positions)
-    builder.rotary(cos.astype(np.float32), sin.astype(np.float32))
+    builder.rotary(_wide_table(cos, 1.0, config.head_dim), _wide_table(sin, 0.0, config.head_dim))
     yield "embedding"
     state = builder.embedding(
         "input_ids",
@@ -58,6 +59,12 @@ def build_decoder(builder: GraphBuilder, config: ModelConfig, weights: WeightSou
     name = "model.embed_tokens" if config.tied else "lm_head"
     logits = builder.linear(wanted, name, weights.matrix(f"{name}.weight"), out="logits")
     builder.output(logits, "float32", [1, "m", config.vocab_size])
+
+
+def _wide_table(table: Float64Array, rest: float, head_dim: int) -> Float32Array:
+    """A rotary table [positions, D/2] for widened heads: what was added is not turned."""
+    room = (wide(head_dim) - head_dim) // 2
+    return np.pad(table, ((0, 0), (0, room)), constant_values=rest).astype(np.float32)
 
 
 def _layer(
@@ -91,9 +98,10 @@ def _attention(
     k = _linear(builder, weights, x, f"{name}.k_proj", config.qkv_bias)
     v = _linear(builder, weights, x, f"{name}.v_proj", config.qkv_bias)
     if config.qk_norm:
-        q = builder.head_norm(q, f"{name}.q_norm", weights.plain(f"{name}.q_norm.weight"), config.norm_eps)
-        k = builder.head_norm(k, f"{name}.k_norm", weights.plain(f"{name}.k_norm.weight"), config.norm_eps)
-    shape: list[int | str] = [1, config.num_kv_heads, "capacity", config.head_dim]
+        epsilon = wide_epsilon(config.norm_eps, config.head_dim)
+        q = builder.head_norm(q, f"{name}.q_norm", weights.plain(f"{name}.q_norm.weight"), epsilon)
+        k = builder.head_norm(k, f"{name}.k_norm", weights.plain(f"{name}.k_norm.weight"), epsilon)
+    shape: list[int | str] = [1, config.num_kv_heads, "capacity", wide(config.head_dim)]
     past = tuple(builder.input(f"past.{layer}.{part}", "float32", shape) for part in ("key", "value"))
     present = tuple(builder.output(f"present.{layer}.{part}", "float32", shape) for part in ("key", "value"))
     sizes = {

@@ -22,6 +22,7 @@ import onnxruntime
 
 from hvd.errors import ConfigError
 from hvd.models.onnx_cache import Converted
+from hvd.models.onnx_heads import wide
 from hvd.models.onnx_session import OnnxKVCache, bind, bind_result, open_session
 from hvd.models.spans import check_spans, depths
 from hvd.models.target import KVCache, Span, SpanOutput, Target, TargetSpec
@@ -78,7 +79,7 @@ class OnnxTarget(Target):
     def open(self) -> OnnxKVCache:
         """See `Target.open`."""
         config = self.config
-        shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, config.num_kv_heads, wide(config.head_dim))
         return OnnxKVCache(self._session, shape, config.context_limit, SLACK)
 
     def forward(self, spans: Sequence[Span]) -> list[SpanOutput]:
@@ -178,7 +179,7 @@ class OnnxTarget(Target):
 
     def _padded(self, width: int) -> int:
         """Width of the pass that computes so many tokens: no row may be left over in attention's blocks."""
-        lone = width % 16 == 1 or width % (2 * self.config.head_dim) == 1
+        lone = width % 16 == 1 or width % (2 * wide(self.config.head_dim)) == 1
         return width + SLACK if lone else width
 
     def _tree(
