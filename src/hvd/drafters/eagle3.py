@@ -253,14 +253,13 @@ class _Grown:
 
 def _likeliest(logits: Float32Array, count: int) -> tuple[NDArray[np.int64], Float32Array]:
     """The `count` likeliest entries of each row, likeliest first, and their log-probabilities; both [n, count]."""
-    count = min(count, logits.shape[1])
+    count, rows = min(count, logits.shape[1]), np.arange(len(logits))[:, None]
     if count == 1:
         entries = logits.argmax(axis=1, keepdims=True)
     else:
         entries = np.argpartition(-logits, count - 1, axis=1)[:, :count]
-        order = np.argsort(-np.take_along_axis(logits, entries, axis=1), axis=1, kind="stable")
-        entries = np.take_along_axis(entries, order, axis=1)
-    values = np.take_along_axis(logits, entries, axis=1)
+        entries = entries[rows, np.argsort(-logits[rows, entries], axis=1, kind="stable")]
+    values = logits[rows, entries]
     peak = values[:, :1]
     return entries, values - peak - np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
 

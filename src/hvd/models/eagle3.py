@@ -30,6 +30,7 @@ FIRST_CAPACITY = 256
 SCRATCH = 1024
 """Slots behind the committed pairs that the levels of a tree may fill."""
 ROTARY_BLOCK = 1024
+PARTS = ("key", "value")
 
 
 class HeadCache:

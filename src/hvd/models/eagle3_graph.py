@@ -6,13 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd.models.eagle3 import SCRATCH
+from hvd.models.eagle3 import PARTS, SCRATCH
 from hvd.models.eagle3_checkpoint import HeadWeights
 from hvd.models.onnx_graph import FUSED, GraphBuilder, Weight
 from hvd.models.onnx_weights import quantize
 from hvd.models.rope import cos_sin
-
-PARTS = ("key", "value")
 
 
 def write_graphs(directory: Path, head: HeadWeights, weights: str) -> None:

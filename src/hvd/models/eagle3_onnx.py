@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 
 from hvd.errors import CheckpointError, ConfigError
 from hvd.models.config import RopeConfig
-from hvd.models.eagle3 import SCRATCH, Eagle3Head, HeadCache, HeadOutput, NumpyHead, attention_bias
+from hvd.models.eagle3 import PARTS, SCRATCH, Eagle3Head, HeadCache, HeadOutput, NumpyHead, attention_bias
 from hvd.models.eagle3_checkpoint import HeadWeights, find_eagle3, load_eagle3
-from hvd.models.eagle3_graph import PARTS, write_graphs
 from hvd.models.eagle3_tensors import HeadSpec
 from hvd.models.onnx_cache import FORMATS, WEIGHTS_FILE, cache_root
 from hvd.models.onnx_session import bind, bind_result, open_session
@@ -53,6 +52,9 @@ class OnnxHead(Eagle3Head):
         self._step = open_session(directory / "step", 1 if small else threads)
         self._binding = self._step.io_binding()
         self._bound: tuple[HeadCache | None, int] = (None, 0)
+        self._total, self._last = np.zeros((), np.int32), np.zeros(1, np.int32)
+        bind(self._binding, "total_length", self._total)
+        bind(self._binding, "last_position", self._last)
 
     def fuse(self, states: Float32Array) -> Float32Array:
         """See `Eagle3Head.fuse`."""
@@ -86,10 +88,9 @@ class OnnxHead(Eagle3Head):
             "features": np.ascontiguousarray(features)[None],
             "position_ids": (np.arange(start, total) if mask is None else np.full(width, cache.length + depth))[None],
             "attention_bias": (np.zeros((width, total), np.float32) if bias is None else bias)[None, None],
-            "last_position": np.array([total - 1], np.int32),
-            "total_length": np.array(total, np.int32),
             "rows": rows,
         }
+        self._total[()], self._last[0] = total, total - 1
         output = HeadOutput(
             np.empty((width, self.spec.hidden_size), np.float32),
             np.empty((len(rows), self.spec.draft_vocab_size), np.float32),
@@ -149,6 +150,8 @@ def load_head(
 
 def write_head(directory: Path, head: HeadWeights, weights: str) -> None:
     """Write the files of a converted head into a new directory."""
+    from hvd.models.eagle3_graph import write_graphs  # needs onnx and Numba, which decoding can do without
+
     write_graphs(directory, head, weights)
     np.save(directory / "embedding.npy", head.embedding)
     np.save(directory / "target_ids.npy", head.target_ids)
@@ -159,7 +162,7 @@ def _read(directory: Path) -> tuple[HeadSpec, NDArray[Any], Int32Array]:
     try:
         facts = json.loads((directory / "spec.json").read_text("utf-8"))
         facts |= {"aux_layers": tuple(facts["aux_layers"]), "rope": RopeConfig(**facts["rope"])}
-        embedding = np.load(directory / "embedding.npy", mmap_mode="r")
+        embedding = np.asarray(np.load(directory / "embedding.npy", mmap_mode="r"))
         return HeadSpec(**facts), embedding, np.load(directory / "target_ids.npy")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"can't open the converted EAGLE3 head in {directory} ({error}); remove it") from error
