@@ -403,7 +403,11 @@ def test_unsupported_heads(tmp_path: Path, config: dict[str, Any], words: str) -
         load(write(tmp_path, head_tensors(), **config))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"num_attention_heads": 0}', '{"num_attention_heads": "4"}'])
+TORN = ("{", "[]", "{}", '{"num_attention_heads": 0}', '{"num_attention_heads": "4"}')
+SENSELESS = ('{"num_attention_heads": 4, "rms_norm_eps": "small"}', '{"num_attention_heads": 4, "layer_types": 7}')
+
+
+@pytest.mark.parametrize("text", [*TORN, *SENSELESS])
 def test_torn_or_senseless_config(tmp_path: Path, text: str) -> None:
     folder = make_head(tmp_path)
     (folder / "config.json").write_text(text, encoding="utf-8")

@@ -99,7 +99,10 @@ def read_config(folder: Path) -> StatedConfig:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
-    return _parse(raw, path)
+    try:
+        return _parse(raw, path)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} holds a value of the wrong kind: {error}") from error
 
 
 def _parse(raw: Mapping[str, Any], path: Path) -> StatedConfig:
