@@ -25,6 +25,11 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
         )
 
 
+def _texts(name: str, value: object) -> None:
+    if not isinstance(value, tuple | list) or not all(isinstance(text, str) and text for text in value):
+        raise ConfigError(f"{name} must be a tuple of non-empty strings, got {value!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the target's logits become tokens, and when to stop. docs/losslessness.md has the filter order.
@@ -87,8 +92,7 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0)
         for token in self.stop_token_ids:
             _integer("stop_token_ids entry", token, 0)
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ConfigError("stop must be a sequence of non-empty strings")
+        _texts("stop", self.stop)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, 1000)
 

@@ -21,6 +21,8 @@ from hvd.engine.engine import Engine
 from hvd.engine.request import Request
 from hvd.engine.text import Piece, TextStream
 from hvd.errors import RequestError
+from hvd.models.checkpoint import load_checkpoint
+from hvd.models.eagle3_checkpoint import stated_aux_layers
 from hvd.models.loader import load_target
 from hvd.models.target import Target
 from hvd.payoff.cost import CostModel
@@ -127,16 +129,30 @@ class LLM:
         device: str = "cpu",
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        target, tokenizer = load_target(
-            model, backend=backend, weights=weights, threads=threads, device=device, progress=progress
-        )
         config = config or EngineConfig()
+        layers = None
+        if eagle3 is not None:
+            checkpoint = load_checkpoint(model)
+            layers = stated_aux_layers(eagle3, checkpoint.config.num_layers)
+        target, tokenizer = load_target(
+            model,
+            backend=backend,
+            weights=weights,
+            aux_layers=sorted(layers) if layers else None,
+            threads=threads,
+            device=device,
+            progress=progress,
+        )
         drafters: dict[Arm, Drafter] = {
             Arm.CACHE: SuffixDrafter(config.suffix, target.spec.vocab_size, tokenizer.fingerprint)
         }
         if eagle3 is not None:
-            drafters[Arm.EAGLE3] = load_eagle3_drafter(eagle3, target, config.eagle3)
-        costs = CostModel.load(cost) if cost is not None else load_or_profile(target, drafters.get(Arm.EAGLE3))
+            drafters[Arm.EAGLE3] = load_eagle3_drafter(
+                eagle3, target.spec, checkpoint.tensor, config.eagle3, threads=threads
+            )
+        costs = (
+            CostModel.load(cost) if cost is not None else load_or_profile(target, drafters.get(Arm.EAGLE3), progress)
+        )
         self._assemble(target, tokenizer, drafters, costs, config, [load_predictor(path) for path in _paths(predictor)])
 
     @classmethod
