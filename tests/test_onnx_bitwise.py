@@ -6,7 +6,7 @@ every place, prompts cut in any way, trees whose branches lie anywhere, and what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +23,12 @@ from tiny import ARCHITECTURES
 Tiny = Callable[..., Path]
 FORMATS = ("int4", "int8", "fp32")
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 200, 256, 257)
-PROSE = """The harbour master kept two books. In the first he wrote what came in: timber from the north, salt, wine in
-casks that had to be counted twice, and once a crate of live geese. In the second he wrote what nobody would pay for: the
-colour of the water at six in the morning, how the gulls sat before a storm, which captains slept badly. "The first book is
-for the town," he used to say, "and the second is so that I remember which town it was." When he died they found that both
-books agreed on one thing only, the weather of a single day in March, and so a plaque was put up to it.
+PROSE = """The harbour master kept two books. In the first he wrote what came in: timber from the north, salt,
+wine in casks that had to be counted twice, and once a crate of live geese. In the second he wrote
+what nobody would pay for: the colour of the water at six in the morning, how the gulls sat before a
+storm, which captains slept badly. "The first book is for the town," he used to say, "and the second
+is so that I remember which town it was." When he died they found that both books agreed on one
+thing only, the weather of a single day in March, and so a plaque was put up to it.
 def merge(left, right):
     result, i, j = [], 0, 0
     while i < len(left) and j < len(right):
@@ -197,13 +198,13 @@ REAL = [("smollm2", weights, 520) for weights in FORMATS] + [
 
 
 @pytest.fixture(scope="module", params=REAL, ids=lambda param: f"{param[0]}-{param[1]}")
-def real_reference(request: pytest.FixtureRequest) -> Iterator[Reference]:
+def real_reference(request: pytest.FixtureRequest) -> Reference:
     name, weights, length = request.param
     target, tokenizer = load_target(request.getfixturevalue(name), weights=weights)
     assert isinstance(target, OnnxTarget)
     text = np.array(tokenizer.encode(PROSE * 3), np.int32)[:length]
     assert len(text) == length
-    yield Reference.of(target, text)
+    return Reference.of(target, text)
 
 
 @pytest.mark.model

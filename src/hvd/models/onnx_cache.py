@@ -3,7 +3,8 @@
     <cache>/onnx/<fingerprint>-<weights>-<format>/
         model.onnx  weights.bin      graph and weights (`onnx_graph`)
         config.json                  shape of the model, what was done to its weights, sizes of the other files
-        tokenizer files              as `Tokenizer.save` writes them
+
+The tokenizer stays with the checkpoint: it, the template and the end-of-sequence ids may change while the weights stay.
 
 A directory is written under a temporary name, flushed to disk and renamed, so one that bears the final name is whole;
 two processes converting at once both succeed: the second rename loses and its work is thrown away. A directory whose

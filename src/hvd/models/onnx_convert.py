@@ -67,7 +67,6 @@ def write(directory: Path, checkpoint: Checkpoint, weights: str, progress: Progr
         for done, what in enumerate(build_decoder(builder, checkpoint.config, source)):
             progress(what, done, steps)
         builder.save(checkpoint.name)
-    checkpoint.tokenizer().save(directory)
     describe(
         Converted(
             directory, checkpoint.config, checkpoint.name, checkpoint.fingerprint, weights, source.fates
