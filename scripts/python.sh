@@ -26,6 +26,13 @@ make_venv() {
     fi
 }
 
+# install ARGUMENTS...: pip's own progress where somebody watches, silence in a log.
+install() {
+    local quiet=--quiet
+    if [ -t 2 ]; then quiet=--no-input; fi
+    .venv/bin/python -m pip install --disable-pip-version-check "$quiet" "$@" >&2
+}
+
 # installed NAME FILES...: whether NAME was installed from these very files. mark NAME FILES... notes that it was.
 fingerprint() { cat "$@" | .venv/bin/python -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'; }
 installed() { local name=$1; shift; [ "$(cat ".venv/.hvd-$name" 2>/dev/null)" = "$(fingerprint "$@")" ]; }

@@ -104,7 +104,8 @@ def bench(
     try:
         _run(runner, prompts, file)
     finally:
-        file.write()
+        if file.records:
+            file.write()
         _report(file)
     if not all(record["identical"] for record in file.records):
         raise click.exceptions.Exit(1)

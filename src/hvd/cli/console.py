@@ -47,9 +47,9 @@ def progress_bar() -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task("", total=None)
-        yield lambda what, done, total: bars.update(task, description=what, completed=done, total=total)
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bars:
+        task = bars.add_task("", total=None, visible=False)
+        yield lambda what, done, total: bars.update(task, description=what, completed=done, total=total, visible=True)
 
 
 def read_text(path: str) -> str:

@@ -98,11 +98,12 @@ def _encode(llm: LLM, text: str, chat: bool | None) -> list[int]:
 
 
 def _print_live(running: Stream) -> None:
-    for piece in running:
-        if piece.text:
-            click.echo(piece.text, nl=False)
-            sys.stdout.flush()
-    click.echo()
+    try:
+        for piece in running:
+            if piece.text:
+                click.echo(piece.text, nl=False)
+    finally:  # an interruption is told on a line of its own
+        click.echo()
 
 
 def _decode_quietly(running: Stream, most: int | None) -> Completion:
