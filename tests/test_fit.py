@@ -272,7 +272,7 @@ def test_macro_is_the_mean_over_data_sets_that_have_the_figure(states: StateSet)
 # -- from traces to a file ------------------------------------------------------------------------------------------
 
 OPTIONS = TrainOptions(
-    survival=FitOptions(hidden=(16,), epochs=8, batch=256, learning_rate=5e-3, decay=True),
+    survival=FitOptions(hidden=(16,), epochs=12, batch=256, learning_rate=5e-3, decay=True),
     scalar=FitOptions(hidden=(32, 32), epochs=8, batch=256, learning_rate=2e-3),
 )
 
@@ -301,7 +301,7 @@ def test_training_beats_the_rules_and_the_file_says_the_same(tmp_path: Path) -> 
     for judged in report.judged:
         gates = {g.name: g for g in judged.gates}
         rules = [g.best.f1 for name, g in gates.items() if name not in ("survival", "scalar")]
-        assert gates["survival"].micro.f1 > max(rules)
+        assert gates["survival"].best.f1 > max(rules) + 0.02
         assert gates["survival"].ece < 0.15
         assert gates["survival"].micro.auc > max(gates[name].micro.auc for name in gates if name != "survival")
     survival, scalar = load_predictor(tmp_path / "p.survival.npz"), load_predictor(tmp_path / "p.scalar.npz")

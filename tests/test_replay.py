@@ -53,6 +53,16 @@ def steep_cost() -> CostModel:
     return CostModel(Surface(sizes, contexts, seconds), eagle3=head, backlog_seconds=0.5, min_width=2)
 
 
+class FrozenCost(CostModel):
+    """Does not learn from the clock, so that what it says is the same in both runs."""
+
+    def observe_verify(self, widths: Sequence[int], contexts: Sequence[int], seconds: float) -> None:
+        """Nothing."""
+
+    def observe_overhead(self, seconds: float) -> None:
+        """Nothing."""
+
+
 # -- the live engine and replay see the same ------------------------------------------------------------------------
 
 
@@ -84,7 +94,8 @@ class Spy(Policy):
 @pytest.mark.parametrize("max_tokens", [7, 120])
 def test_replay_sees_what_the_engine_saw(name: str, max_tokens: int) -> None:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5] * 3
-    llm = make_llm(FakeTarget(seed=3), policy="plain")
+    cost = FrozenCost(Surface((1, 64), (0,), np.array([[1e-2, 2e-2]])))
+    llm = make_llm(FakeTarget(seed=3), policy="plain", cost=cost)
     live = Spy(make_policy(name))
     live.uses = frozenset({Arm.CACHE})  # type: ignore[misc]
     llm.engine._policies["spy"] = live
@@ -100,7 +111,7 @@ def test_replay_sees_what_the_engine_saw(name: str, max_tokens: int) -> None:
     )
     drafter = SuffixDrafter(SuffixConfig(), llm.target.spec.vocab_size, "")
     replayed = Spy(make_policy(name))
-    made = list(cycles(walk(trace, drafter, 0, keep=False), replayed, llm.cost))
+    made = list(cycles(walk(trace, drafter, 0, keep=False), replayed, cost))
     assert replayed.seen == live.seen
     assert [(c.position, c.choice.arm, c.choice.length, c.accepted, c.committed) for c in made] == [
         (r.position, r.arm, r.drafted, r.accepted, r.committed) for r in answer.records

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,7 @@ def fit(
     """Fit one kind of predictor to the states numbered `train`, stopping early by `valid`."""
     problem = (scalar_problem if kind == "scalar" else survival_problem)(states, train, valid, options)
     each = options.scalar if kind == "scalar" else options.survival
+    each = replace(each, seed=each.seed + options.seed)
     fitted = fit_mlp(problem, each, None if progress is None else lambda d, t: progress(f"fit {kind}", d, t))
     weights = MLPWeights(tuple(fitted.layers), fitted.mean, fitted.std)
     return (ScalarPredictor(weights) if kind == "scalar" else SurvivalPredictor(weights)), fitted

@@ -19,10 +19,11 @@ Layers = list[tuple[Float32Array, Float32Array]]
 """(weights float32 [inputs, outputs], bias float32 [outputs]) of each layer."""
 
 Gather = Callable[[Int64Array], Float32Array]
-"""Row numbers -> input rows, float32 [rows, inputs]."""
+"""Row numbers -> input rows, float32 [rows, inputs], an array that the caller may change."""
 
 _BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
 _CHUNK = 65_536
+_SMALLEST_BATCH = 256
 _MOMENT_ROWS = 262_144
 
 
@@ -39,7 +40,7 @@ class FitOptions:
 
     hidden         sizes of the hidden layers
     epochs         most passes over the training rows
-    batch          rows a step
+    batch          rows a step; fewer where an epoch would have less than `least_steps` steps
     learning_rate  of Adam; `decay` lowers it to zero along half a cosine
     patience       epochs without a better validation loss before it stops; the best epoch's weights are kept
     """
@@ -50,12 +51,13 @@ class FitOptions:
     learning_rate: float = 1e-3
     decay: bool = False
     patience: int = 5
+    least_steps: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:
-        sizes = (*self.hidden, self.epochs, self.batch, self.patience)
+        sizes = (*self.hidden, self.epochs, self.batch, self.patience, self.least_steps)
         if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
-            raise ConfigError("hidden sizes, epochs, batch and patience must be integers of at least 1")
+            raise ConfigError("hidden sizes, epochs, batch, patience and least_steps must be integers of at least 1")
         if not 0.0 < self.learning_rate < 10.0:
             raise ConfigError(f"learning_rate must be in (0, 10), got {self.learning_rate!r}")
 
@@ -102,42 +104,86 @@ def fit_mlp(problem: Problem, options: FitOptions, progress: Callable[[int, int]
     """
     if not len(problem.train) or not len(problem.valid):
         raise ConfigError("fitting needs training rows and validation rows; collect more traces")
-    rng = np.random.default_rng(options.seed)
-    mean, std, used = _moments(problem, rng)
-    layers = _first_layers((len(mean), *options.hidden, 1), used, rng)
-    adam = _Adam(layers)
-    scale = np.where(used, 1.0 / std, 0.0).astype(np.float32)
-    steps = -(-len(problem.train) // options.batch) * options.epochs
+    fitter = _Fitter(problem, options)
     losses: list[tuple[float, float]] = []
-    best, best_layers = 0, layers
+    best, best_layers = 0, fitter.layers
     for epoch in range(options.epochs):
-        total = weight = 0.0
-        order = rng.permutation(problem.train)
-        for start in range(0, len(order), options.batch):
-            rows = order[start : start + options.batch]
-            x = (problem.gather(rows) - mean) * scale
-            loss, gradients = _gradients(layers, x, problem.target[rows], problem.weight[rows], problem.loss)
-            adam.step(layers, gradients, _rate(options, adam.steps, steps))
-            total, weight = total + loss, weight + float(problem.weight[rows].sum())
-        losses.append((total / max(weight, 1e-30), _validation_loss(problem, layers, mean, scale)))
+        losses.append((fitter.epoch(), fitter.validation_loss()))
         if not np.isfinite(losses[-1]).all():
             raise ConfigError(f"the loss is no number any more at epoch {epoch + 1}; lower the learning rate")
         if epoch == 0 or losses[-1][1] < losses[best][1]:
-            best, best_layers = epoch, [(w.copy(), b.copy()) for w, b in layers]
+            best, best_layers = epoch, [(w.copy(), b.copy()) for w, b in fitter.layers]
         if progress is not None:
             progress(epoch + 1, options.epochs)
         if epoch - best >= options.patience:
             break
-    return Fitted(best_layers, mean, std, tuple(losses), best)
+    return Fitted(best_layers, fitter.mean, fitter.std, tuple(losses), best)
+
+
+class _Fitter:
+    """Layers on their way, and all that a step needs."""
+
+    def __init__(self, problem: Problem, options: FitOptions) -> None:
+        self.problem, self.options = problem, options
+        self.rng = np.random.default_rng(options.seed)
+        self.mean, self.std, used = _moments(problem, self.rng)
+        self.layers = _first_layers((len(self.mean), *options.hidden, 1), used, self.rng)
+        self._scale = np.where(used, 1.0 / self.std, 0.0).astype(np.float32)
+        self._adam = _Adam(self.layers)
+        self._batch = min(options.batch, max(_SMALLEST_BATCH, len(problem.train) // options.least_steps))
+        self._steps = -(-len(problem.train) // self._batch) * options.epochs
+
+    def epoch(self) -> float:
+        """One pass over the training rows in a new order; their mean loss on the way."""
+        problem, total = self.problem, 0.0
+        order = self.rng.permutation(problem.train)
+        for start in range(0, len(order), self._batch):
+            rows = order[start : start + self._batch]
+            loss, gradients = _gradients(
+                self.layers, self._inputs(rows), problem.target[rows], problem.weight[rows], problem.loss
+            )
+            self._adam.step(self.layers, gradients, self._rate())
+            total += loss
+        return total / _total(problem.weight[problem.train])
+
+    def validation_loss(self) -> float:
+        """Mean loss of the validation rows."""
+        problem, total = self.problem, 0.0
+        for start in range(0, len(problem.valid), _CHUNK):
+            rows = problem.valid[start : start + _CHUNK]
+            output = forward(self.layers, self._inputs(rows))
+            total += _loss(output, problem.target[rows], problem.weight[rows], problem.loss)[0]
+        return total / _total(problem.weight[problem.valid])
+
+    def _inputs(self, rows: Int64Array) -> Float32Array:
+        x = self.problem.gather(rows)
+        x -= self.mean
+        x *= self._scale
+        return x
+
+    def _rate(self) -> float:
+        share = 0.5 * (1.0 + np.cos(np.pi * self._adam.steps / self._steps)) if self.options.decay else 1.0
+        return float(self.options.learning_rate * share)
+
+
+def _total(weight: Float32Array) -> float:
+    return max(float(weight.sum(dtype=np.float64)), 1e-30)
 
 
 def forward(layers: Layers, x: Float32Array) -> Float32Array:
     """Output of standardised rows, float32 [rows]."""
-    for weights, bias in layers[:-1]:
-        x = np.maximum(x @ weights + bias, 0.0)
+    for layer in layers[:-1]:
+        x = _relu(x, layer)
     weights, bias = layers[-1]
     output: Float32Array = (x @ weights + bias)[:, 0]
     return output
+
+
+def _relu(x: Float32Array, layer: tuple[Float32Array, Float32Array]) -> Float32Array:
+    out: Float32Array = x @ layer[0]
+    out += layer[1]
+    np.maximum(out, 0.0, out=out)
+    return out
 
 
 def _moments(problem: Problem, rng: np.random.Generator) -> tuple[Float32Array, Float32Array, BoolArray]:
@@ -169,8 +215,8 @@ def _gradients(
 ) -> tuple[float, Layers]:
     """Summed loss of the rows, and the gradient of their mean loss."""
     inputs = [x]
-    for weights, bias in layers[:-1]:
-        inputs.append(np.maximum(inputs[-1] @ weights + bias, 0.0))
+    for layer in layers[:-1]:
+        inputs.append(_relu(inputs[-1], layer))
     output = (inputs[-1] @ layers[-1][0] + layers[-1][1])[:, 0]
     loss, slope = _loss(output, target, weight, kind)
     back = (slope / max(float(weight.sum()), 1e-30)).astype(np.float32)[:, None]
@@ -178,7 +224,8 @@ def _gradients(
     for i in range(len(layers) - 1, -1, -1):
         gradients.append((inputs[i].T @ back, back.sum(0)))
         if i:
-            back = (back @ layers[i][0].T) * (inputs[i] > 0.0)
+            back = back @ layers[i][0].T
+            back *= inputs[i] > 0.0
     return loss, gradients[::-1]
 
 
@@ -192,20 +239,6 @@ def _loss(output: Float32Array, target: Float32Array, weight: Float32Array, kind
     chance = (1.0 / (1.0 + np.exp(-np.clip(output, -60.0, 60.0)))).astype(np.float32)
     slope: Float32Array = weight * (chance - target)
     return float((weight * each).sum(dtype=np.float64)), slope
-
-
-def _validation_loss(problem: Problem, layers: Layers, mean: Float32Array, scale: Float32Array) -> float:
-    total = 0.0
-    for start in range(0, len(problem.valid), _CHUNK):
-        rows = problem.valid[start : start + _CHUNK]
-        output = forward(layers, (problem.gather(rows) - mean) * scale)
-        total += _loss(output, problem.target[rows], problem.weight[rows], problem.loss)[0]
-    return total / max(float(problem.weight[problem.valid].sum(dtype=np.float64)), 1e-30)
-
-
-def _rate(options: FitOptions, step: int, steps: int) -> float:
-    share = 0.5 * (1.0 + np.cos(np.pi * step / steps)) if options.decay else 1.0
-    return float(options.learning_rate * share)
 
 
 class _Adam:
