@@ -14,7 +14,9 @@ from hvd.tokenizer import Tokenizer
 Progress = Callable[[str, int, int], None]
 
 AUTO_WEIGHTS = "int8"
-"""See docs/losslessness.md: 4 bits are faster in narrow passes, but cost quality that a user would notice."""
+"""Perplexity of SmolLM2 on 16k tokens of real text: fp32 11.19, int8 11.22, int4 about 13 (the file's own 4 bits, rounded
+a second time). int4 saves a quarter of the time of narrow passes, and none from 16 tokens on.
+"""
 
 
 def load_target(

@@ -24,7 +24,7 @@ from platformdirs import user_cache_path
 
 from hvd.models.config import ModelConfig, RopeConfig
 
-FORMAT = 1
+FORMAT = 2
 GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"
 CONFIG_FILE = "config.json"

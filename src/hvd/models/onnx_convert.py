@@ -4,7 +4,8 @@ What becomes of a checkpoint's weights, by the format asked for ("int4", "int8",
     linear layers   blocks of 32 in that format. GGUF's Q4_0 (int4) and Q8_0 (int8) carry over bit for bit; everything
                     else is dequantized and rounded anew, which makes the converted model a slightly different one from
                     the checkpoint. That model is the target: decoding it is lossless.
-    embedding       int8 for int4 and int8 models (a lookup costs no arithmetic: 4 bits would gain nothing)
+    embedding and   int8 in int4 models too: the output matrix decides between near ties (perplexity of SmolLM2: 14.9
+    output matrix   with 4 bits there, 13.4 with 8), and where the two are tied they share their bytes
     norms, biases   float32
 `Converted.quantization` counts what was done.
 """

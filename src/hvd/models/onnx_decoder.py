@@ -57,7 +57,7 @@ def build_decoder(builder: GraphBuilder, config: ModelConfig, weights: WeightSou
     )
     wanted = builder.node("Gather", [normed, "rows"], ["model.norm.rows"], axis=1)
     name = "model.embed_tokens" if config.tied else "lm_head"
-    logits = builder.linear(wanted, name, weights.matrix(f"{name}.weight"), out="logits")
+    logits = builder.linear(wanted, name, weights.matrix(f"{name}.weight", bits=8), out="logits")
     builder.output(logits, "float32", [1, "m", config.vocab_size])
 
 
