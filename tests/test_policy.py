@@ -252,6 +252,18 @@ def test_a_bad_head_is_left_alone_and_a_good_one_kept() -> None:
         assert used / 300 < share if accepted == 0 else used / 300 > share
 
 
+def test_a_long_backlog_does_not_keep_a_good_head_from_beginning() -> None:
+    history = History(History.UNKNOWN_CLASSES)
+    place = Situation(None, history, room=100, context=500, eagle3=4, backlog=400)
+    for backlog_seconds, arm in ((5e-5, Arm.EAGLE3), (1e-2, Arm.PLAIN)):
+        cost = CostModel(
+            Surface((1, 64), (0,), np.array([[0.01, 0.02]])),
+            eagle3=Surface((1,), (0,), np.array([[1e-3]])),
+            backlog_seconds=backlog_seconds,
+        )
+        assert Hybrid().choose([place], cost)[0].arm is arm
+
+
 def test_a_whole_head_drafts_all_or_nothing() -> None:
     policy = Hybrid(whole_head=True)
     choice = policy.choose([situation(None, eagle3=8)], gpu_cost())[0]

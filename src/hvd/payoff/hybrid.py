@@ -4,7 +4,9 @@ Why the ratio, tokens over seconds of the cycle at hand, and not tokens minus a 
 be the latter, with the rate at which the tokens *behind* this draft are going to be made. That rate isn't known: a
 long-run average is far too high in the middle of prose and far too low within a copy. The ratio takes the draft's own
 best rate for it (Dinkelbach: the best ratio r is where max E[tokens] - r * seconds = 0), and what follows a draft is
-mostly like the draft. It needs no tuning and, with "plain" among the choices, is never expected to lose against it.
+mostly like the draft. Replayed on recorded replies of thirty data sets, rates of 0.25 to 2 times that one, the plain
+rate and running averages of the request's own did worse or at best as well. It needs no tuning and, with "plain" among
+the choices, is never expected to lose against it.
 
 Requests that are run one after the other each keep their own ratio. Requests that share a pass share its cost: then the
 ratio is that of the whole pass, and tokens of all requests compete for width, likeliest first.
@@ -31,6 +33,10 @@ from hvd.types import Arm, Float64Array
 
 _TOLERANCE = 0.002
 """A dearer choice must be better by this share: smaller differences are noise, and following them is restless."""
+
+_SPREAD = 6
+"""A head's catching up is charged as if spread over so many uses: paid once, it serves all later drafts. Charged
+whole, the head would never be begun with behind a long prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +126,9 @@ class Hybrid(Policy):
 
     def _head_offer(self, request: _Request, situation: Situation, length: int, cost: CostModel) -> _Offer:
         gains = np.add.accumulate(self.heads.survival(request.head, length))
-        seconds = cost.eagle3_curve(length, situation.backlog, situation.context)
+        fresh = cost.eagle3_curve(length, 1, situation.context)
+        catching_up = cost.eagle3_curve(length, situation.backlog, situation.context) - fresh
+        seconds = fresh + catching_up / min(_SPREAD, max(1, situation.room // 2))
         if self.whole_head:
             seconds[:-1] = np.inf
         return _Offer(Arm.EAGLE3, gains, seconds)
