@@ -158,6 +158,13 @@ def test_responses_are_shared_within_a_data_set_only_when_asked_for() -> None:
     assert together[1] > 10
 
 
+def test_a_trace_without_token_classes_is_replayed_all_the_same() -> None:
+    text = np.array([*range(10, 30)] * 2, np.int32)
+    [walked] = walks([Trace("a", text[:20], text[20:], History.UNKNOWN_CLASSES)])
+    assert walked.payoffs.max() > 10
+    assert [c.committed for c in cycles(walked, make_policy("hvd"), steep_cost())] != [1] * 20
+
+
 def test_traces_of_two_tokenizers_are_refused() -> None:
     traces = [make_trace([1], [2, 3], id=t, tokenizer_fingerprint=t) for t in "ab"]
     with pytest.raises(TraceError, match="trace b was made with another tokenizer"):

@@ -27,6 +27,9 @@ from hvd.types import Arm, BoolArray, Draft, Int32Array
 NO_LIMIT = 1 << 20
 """Output tokens of a trace whose sampling parameters name no limit."""
 
+ANY_TOKEN = np.iinfo(np.int32).max
+"""Vocabulary of the cache in replay: traces hold what targets wrote, so no id in them is foreign."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Walk:
@@ -65,7 +68,7 @@ def walks(traces: Iterable[Trace], config: SuffixConfig | None = None, *, shared
     for key, trace in enumerate(traces):
         if drafter is None:
             fingerprint = trace.tokenizer_fingerprint
-            drafter = SuffixDrafter(config, len(trace.token_classes), fingerprint)
+            drafter = SuffixDrafter(config, ANY_TOKEN, fingerprint)
         if trace.tokenizer_fingerprint != fingerprint:
             raise TraceError(
                 f"trace {trace.id} was made with another tokenizer than those before it; replay them separately"
