@@ -236,8 +236,8 @@ def test_a_fault_is_one_line_and_its_traceback_is_for_the_asking(
 # -- the program ------------------------------------------------------------------------------------------------------
 
 
-def program(code: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+def program(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), **variables}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
 
 
@@ -256,6 +256,12 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     done = program(f"import os, sys; from hvd.cli.main import run; sys.argv = ['hvd', '--help']; {leave}; run()")
     assert done.stderr == ""
     assert done.returncode == 1
+
+
+def test_a_terminal_without_the_letters_gets_question_marks() -> None:
+    echo = "import click, hvd.cli.main as m; m.main = lambda _: click.echo('na\\u00efve \\u4f60') or 0; m.run()"
+    done = program(echo, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "na?ve ?\n", "")
 
 
 def test_every_command_has_help_with_an_example(run: Run) -> None:

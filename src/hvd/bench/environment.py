@@ -8,6 +8,8 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from hvd import __version__
+
 PACKAGES = ("numpy", "numba", "onnxruntime", "torch", "transformers", "llama-cpp-python")
 
 
@@ -19,7 +21,7 @@ def environment() -> dict[str, object]:
         "memory_gib": memory_gib(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("hvd", *PACKAGES)},
+        "versions": {"hvd": __version__} | {name: _version(name) for name in PACKAGES},
         "commit": commit(),
     }
 

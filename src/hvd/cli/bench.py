@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd.cli.common import ModelOptions, check_policies, model_options, read_conversations
-from hvd.cli.console import note, progress_bar
+from hvd.cli.console import note, progress_bar, stdout_console
 from hvd.config import SamplingParams
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def bench(
         "turns": turns,
         "scope": scope,
         "repeat": repeat,
-        "predictor": options.predictor,
+        "predictors": {path: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in options.predictor},
     }
     which = {"files": list(data), "split": split, "limit": limit}
     base = options.open()
@@ -147,12 +148,11 @@ def _run(runner: Runner, prompts: Sequence[Prompt], file: BenchFile) -> None:
 
 def _report(file: BenchFile) -> None:
     """The table on stdout, what else there is to say on stderr."""
-    from rich.console import Console
 
     from hvd.bench.report import summarize
 
     summary = summarize(file.records)
-    console = Console(highlight=False)
+    console = stdout_console()
     for loops in (True, False):
         if summary["rows"] and (loops or summary["looped"]):
             console.print(_table([row for row in summary["rows"] if row["loops"] is loops], loops))

@@ -16,6 +16,8 @@ from hvd.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+WIDE = 160
+
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, total)."""
 
@@ -25,6 +27,14 @@ def stderr_console() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
+
+
+def stdout_console() -> Console:
+    """A Rich console for tables that are a command's result; wide when stdout is no terminal, so that nothing wraps."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDE)
 
 
 def note(text: str) -> None:

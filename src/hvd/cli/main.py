@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 a fault of this program; 2 the request can't be served as 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -54,6 +55,8 @@ for _command in (generate, convert, profile, trace, train, replay, bench, demo):
 
 def run() -> NoReturn:
     """Entry point of the `hvd` program."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a letter is no reason to fail
     sys.exit(main(sys.argv[1:]))
 
 

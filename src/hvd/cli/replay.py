@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvd.cli.console import emit_json, note, progress_bar
+from hvd.cli.console import emit_json, note, progress_bar, stdout_console
 from hvd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,7 +92,6 @@ def _head(text: str | None) -> SimulatedHead | None:
 
 
 def _print(report: ReplayReport) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(
@@ -110,5 +109,5 @@ def _print(report: ReplayReport) -> None:
             f"{policy.regret_micro:.1%}",
             f"{policy.regret_macro:.1%}",
         )
-    Console(highlight=False).print(table)
+    stdout_console().print(table)
     note(f"{report.traces} traces, {report.tokens} tokens, {report.looped} traces cut at a loop")

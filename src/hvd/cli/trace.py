@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hvd.cli.common import ModelOptions, check_policies, model_options, read_conversations, sampling_options
-from hvd.cli.console import emit_json, note, progress_bar
+from hvd.cli.console import emit_json, note, progress_bar, stdout_console
 from hvd.config import EngineConfig, SamplingParams
 from hvd.errors import ConfigError, RequestError
 
@@ -241,10 +241,9 @@ def _show_cycles(chosen: Trace, as_json: bool) -> None:
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(*columns)
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    stdout_console().print(table)

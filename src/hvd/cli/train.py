@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvd.cli.console import emit_json, note, progress_bar
+from hvd.cli.console import emit_json, note, progress_bar, stdout_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -74,10 +74,9 @@ def predictor(
 
 
 def _print(judged: tuple[StatesReport, ...]) -> None:
-    from rich.console import Console
 
     for report in judged:
-        Console(highlight=False).print(_table(report))
+        stdout_console().print(_table(report))
 
 
 def _table(report: StatesReport) -> Table:
