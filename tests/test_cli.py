@@ -258,10 +258,10 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert done.returncode == 1
 
 
-def test_a_terminal_without_the_letters_gets_question_marks() -> None:
-    echo = "import click, hvd.cli.main as m; m.main = lambda _: click.echo('na\\u00efve \\u4f60') or 0; m.run()"
-    done = program(echo, PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "na?ve ?\n", "")
+def test_a_letter_that_the_terminal_lacks_is_a_question_mark() -> None:
+    echo = "import click, hvd.cli.main as m; m.main = lambda _: click.echo('a \\u4f60') or 0; m.run()"
+    done = program(echo, PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a ?\n", "")
 
 
 def test_every_command_has_help_with_an_example(run: Run) -> None:
