@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd.config import SamplingParams, SuffixConfig
+from hvd.config import EngineConfig, SamplingParams, SuffixConfig
 from hvd.drafters.suffix import SuffixDrafter
+from hvd.engine.llm import LLM
 from hvd.errors import ConfigError, TraceError
 from hvd.payoff.cost import CostModel, Surface
 from hvd.payoff.features import state_features, token_features
@@ -117,6 +118,22 @@ def test_replay_sees_what_the_engine_saw(name: str, max_tokens: int) -> None:
         (r.position, r.arm, r.drafted, r.accepted, r.committed) for r in answer.records
     ]
     assert [len(c.situation.cache) if c.situation.cache else 0 for c in made] == [r.offered for r in answer.records]
+
+
+@pytest.mark.model
+def test_replay_makes_the_cycles_of_a_real_model(smollm2: Path) -> None:
+    llm = LLM(smollm2, config=EngineConfig(record=True))
+    asked = [[{"role": "user", "content": f"Count from 1 to {n}, one number a line."}] for n in (12, 20)]
+    made = []
+    for i, messages in enumerate(asked):
+        answer = llm.chat(messages, SamplingParams(max_tokens=80), policy="cache", scope="x")[0]
+        tokens = np.array(answer.prompt_token_ids, np.int32), np.array(answer.token_ids, np.int32)
+        made.append(Trace(str(i), *tokens, CLASSES, answer.finish_reason, dataset="x", sampling='{"max_tokens": 80}'))
+        [*_, walked] = walks(made)
+        live = [(r.position, r.arm, r.drafted, r.accepted, r.context) for r in answer.records]
+        again = cycles(walked, make_policy("cache"), llm.cost)
+        assert [(c.position, c.choice.arm, c.choice.length, c.accepted, c.situation.context) for c in again] == live
+        assert any(accepted > 0 for _, _, _, accepted, _ in live)
 
 
 # -- labels ---------------------------------------------------------------------------------------------------------
