@@ -12,7 +12,7 @@ from hvd.payoff.history import History
 from hvd.payoff.predictor import FallbackSurvival, SurvivalPredictor, sigmoid
 from hvd.types import Draft, Float32Array, Float64Array
 
-_SHIFT_RATE = 0.05
+_SHIFT_RATE = 0.02
 _SHIFT_LIMIT = 3.0
 _LOSS_MEMORY = 0.98
 _LOSS_LIMIT = 3.0
