@@ -20,9 +20,7 @@ def onset(tokens: list[int]) -> int | None:
     return loop_onset(np.array(tokens, np.int32))
 
 
-@pytest.mark.parametrize(
-    ("period", "repeats"), [(1, 48), (1, 500), (2, 24), (7, 8), (30, 3), (64, 4), (128, 3)]
-)
+@pytest.mark.parametrize(("period", "repeats"), [(1, 48), (1, 500), (2, 24), (7, 8), (30, 3), (64, 4), (128, 3)])
 @pytest.mark.parametrize("rest", [0, 1])
 def test_a_stuck_model_is_found(period: int, repeats: int, rest: int) -> None:
     unit = text(period, seed=1)
@@ -67,9 +65,7 @@ def test_the_onset_is_what_it_says(tokens: list[int]) -> None:
 def test_a_cut_trace_ends_as_cut_off() -> None:
     steps = tuple(StepRecord(i, 3 + i, Arm.PLAIN, 0, 0, 1, 2) for i in range(200))
     response = np.array(text(50) + [1, 2] * 75, np.int32)
-    trace = Trace(
-        "a", np.arange(3, dtype=np.int32), response, np.zeros(9, np.uint8), FinishReason.STOP, steps=steps
-    )
+    trace = Trace("a", np.arange(3, dtype=np.int32), response, np.zeros(9, np.uint8), FinishReason.STOP, steps=steps)
     cut = cut_loop(trace)
     assert cut.response.tolist() == response[:52].tolist()
     assert cut.finish_reason is FinishReason.LENGTH
