@@ -48,8 +48,9 @@ def commands(command: click.Command, path: str) -> list[tuple[str, click.Command
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/cli.md"])
 def test_examples_parse(page: str) -> None:
-    """Every `hvd ...` line of a code block names commands and options that exist."""
-    blocks = re.findall(r"```\w*\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+    """Every `hvd ...` line of a code block, and in the running text, names commands and options that exist."""
+    text = (ROOT / page).read_text("utf-8")
+    blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) + re.findall(r"(?<!`)`(hvd [^`\n]+)`(?!`)", text)
     lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     examples = [line for line in lines if re.match(r"hvd [a-z]", line)]
     assert examples
