@@ -5,6 +5,7 @@ The simulations count modelled seconds, never measured ones, and draw from seede
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -265,8 +266,8 @@ def test_a_long_backlog_does_not_keep_a_good_head_from_beginning() -> None:
 
 
 def test_a_whole_head_drafts_all_or_nothing() -> None:
-    policy = Hybrid(whole_head=True)
-    choice = policy.choose([situation(None, eagle3=8)], gpu_cost())[0]
+    place = dataclasses.replace(situation(None, eagle3=8), whole=True)
+    choice = Hybrid().choose([place], gpu_cost())[0]
     assert (choice.arm, choice.length) == (Arm.EAGLE3, 8)
 
 

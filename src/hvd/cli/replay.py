@@ -29,7 +29,7 @@ DEFAULT_POLICIES = "plain,cache,match-len,hvd,oracle"
     help="Simulate an EAGLE3 chain whose tokens are right with probability P (length 4).",
 )
 @click.option(
-    "--shared", is_flag=True, help="Let answers serve later requests of their data set, as with a shared cache."
+    "--shared/--alone", default=True, help="Whether answers serve later requests of their data set, as when decoding."
 )
 @click.option("--keep-loops", is_flag=True, help="Do not cut traces where they begin to loop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -30,7 +30,7 @@ def train() -> None:
     "--test", multiple=True, metavar="TRACES", help="Traces to judge by, instead of a tenth held out of TRACES."
 )
 @click.option(
-    "--shared", is_flag=True, help="Let answers serve later requests of their data set, as with a shared cache."
+    "--shared/--alone", default=True, help="Whether answers serve later requests of their data set, as when decoding."
 )
 @click.option("--keep-loops", is_flag=True, help="Do not cut traces where they begin to loop.")
 @click.option("--max-states", type=click.IntRange(1), default=200_000, help="Bound on memory: states of each kind.")

@@ -25,7 +25,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def open(self, key: int, scope: str = "") -> None:
-        """Start a request. `scope` names the tenant or session whose history it may share; "" shares with none."""
+        """Start a request. `scope` names the tenant or session whose history it may share; those who name
+        none share the scope ""."""
 
     @abstractmethod
     def observe(self, key: int, tokens: Int32Array, hidden: Float32Array | None, *, prompt: bool) -> None:
@@ -54,6 +55,11 @@ class Drafter(ABC):
     def backlog(self, key: int) -> int:
         """Committed tokens that the drafter still has to work through before it can draft."""
         return 0
+
+    @property
+    def all_or_nothing(self) -> bool:
+        """Whether a part of what it drafts is worth little: a tree, whose number of nodes is not its depth."""
+        return False
 
     @property
     def wants_hidden(self) -> bool:

@@ -68,6 +68,11 @@ class Eagle3Drafter(Drafter):
         self._picked = None if picked == list(range(len(layers))) else picked
 
     @property
+    def all_or_nothing(self) -> bool:
+        """True for trees."""
+        return self.config.shape == "tree"
+
+    @property
     def wants_hidden(self) -> bool:
         """Always: the head eats the target's hidden states."""
         return True

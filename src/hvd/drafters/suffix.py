@@ -151,9 +151,7 @@ class SuffixDrafter(Drafter):
     def observe(self, key: int, tokens: Int32Array, hidden: Float32Array | None, *, prompt: bool) -> None:
         """Take in committed tokens (see `Drafter.observe`); `hidden` is not used."""
         request = self._request(key)
-        tokens = np.array(
-            tokens, dtype=np.int32
-        )  # a copy: Numba compiles anew for strided or read-only arrays
+        tokens = np.array(tokens, dtype=np.int32)  # a copy: Numba compiles anew for strided or read-only arrays
         before = request.nbytes
         request.hits = np.zeros(len(tokens), np.uint8)
         room = self._reserve(request, len(tokens))
@@ -208,9 +206,7 @@ class SuffixDrafter(Drafter):
 
     def add_response(self, scope: str, tokens: Int32Array) -> None:
         """Add a finished response, int32 [n], to a scope, as closing a request does."""
-        self.shared.add(
-            scope, np.array(tokens, dtype=np.int32), max(0, self.config.max_bytes - self._local_bytes)
-        )
+        self.shared.add(scope, np.array(tokens, dtype=np.int32), max(0, self.config.max_bytes - self._local_bytes))
 
     # ------------------------------------------------------------------------------------------------- what is known
 

@@ -59,9 +59,7 @@ def load(drafter: SuffixDrafter, path: str | Path) -> int:
     _check_origin(drafter, header, Path(path))
     texts = _cut(header, tokens, Path(path))
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= drafter.vocab_size):
-        raise CacheFileError(
-            f"{path} holds token ids outside the vocabulary of {drafter.vocab_size}; delete it"
-        )
+        raise CacheFileError(f"{path} holds token ids outside the vocabulary of {drafter.vocab_size}; delete it")
     for scope, text in texts:
         drafter.add_response(scope, text)
     return len(texts)

@@ -337,9 +337,7 @@ def _advance(tree: Arrays, state: int, length: int, token: int, limit: int) -> t
 
 
 @_jit
-def _walk(
-    tree: Arrays, state: int, length: int, room: int, rules: Rules, out: Buffers
-) -> tuple[int, np.float32]:
+def _walk(tree: Arrays, state: int, length: int, room: int, rules: Rules, out: Buffers) -> tuple[int, np.float32]:
     """Follow the best edges from a matched substring; returns tokens written and their score.
 
     Ends at `room` tokens, where the running product of count ratios falls below min_prob, at an id that is none of the
@@ -459,9 +457,7 @@ def _propose_arctic(
     local: Arrays, shared: Arrays, match: Int64Array, room: int, rules: Rules, out: Buffers
 ) -> tuple[int, int, int, np.float32]:
     """Its context is the last `depth` tokens, of which it matches at most all but one."""
-    state, length, n, score = _score_maximal(
-        local, local.meta[TAIL], local.meta[TAIL_LENGTH], room, rules, out
-    )
+    state, length, n, score = _score_maximal(local, local.meta[TAIL], local.meta[TAIL_LENGTH], room, rules, out)
     limit = max(0, min(match[TEXT_LENGTH], rules.depth) - 1)
     other, other_length = _slide(shared, match[SHARED_STATE], match[SHARED_LENGTH], limit)
     other, other_length, other_n, other_score = _score_maximal(shared, other, other_length, room, rules, out)
@@ -566,9 +562,7 @@ class SuffixTree:
         self.tokens = 0
         meta = np.zeros(7, np.int64)
         meta[N_STATES] = 1
-        self.arrays = Arrays(
-            np.zeros((0, 6), np.int32), np.zeros((0, 6), np.int32), np.zeros(1, np.int32), meta
-        )
+        self.arrays = Arrays(np.zeros((0, 6), np.int32), np.zeros((0, 6), np.int32), np.zeros(1, np.int32), meta)
         self._allocate(max(tokens, 16))
         self.arrays.states[ROOT_STATE] = (0, NONE, 0, NONE, NONE, NONE)
 

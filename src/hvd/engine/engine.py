@@ -129,6 +129,8 @@ class Engine:
         )
         for cycle, output in zip(cycles, outputs[len(prefills) :], strict=True):
             self._walk(cycle, output, times)
+        if cycles:
+            self.cost.observe_overhead((time.perf_counter() - passed + allocated - started) * share)
         self._running = [request for request in self._running if not request.done]
         return [cycle.request for cycle in cycles]
 
@@ -162,14 +164,20 @@ class Engine:
         return [_Cycle(request, self._situation(request)) for request in ready]
 
     def _situation(self, request: Request) -> Situation:
+        assert request.cache is not None
         cached = self._ask(Arm.CACHE, request, request.room)
-        limit = backlog = 0
-        if Arm.EAGLE3 in request.drafters:
-            eagle3 = self._drafters[Arm.EAGLE3]
-            limit = max(0, min(request.room, eagle3.limit(request.key)))
-            backlog = eagle3.backlog(request.key)
-        context = request.cache.length if request.cache is not None else 0
-        return Situation(cached, request.history, request.room, context, limit, backlog)
+        if Arm.EAGLE3 not in request.drafters:
+            return Situation(cached, request.history, request.room, request.cache.length)
+        head = self._drafters[Arm.EAGLE3]
+        return Situation(
+            cached,
+            request.history,
+            request.room,
+            request.cache.length,
+            eagle3=max(0, min(request.room, head.limit(request.key))),
+            backlog=head.backlog(request.key),
+            whole=head.all_or_nothing,
+        )
 
     def _ask(self, arm: Arm, request: Request, room: int) -> Draft | None:
         """A drafter's draft, cut to what may be shown to the target."""

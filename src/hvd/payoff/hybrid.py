@@ -67,14 +67,12 @@ class Hybrid(Policy):
     name = "hvd"
     predictor_kind = "survival"
 
-    def __init__(self, predictor: SurvivalPredictor | None = None, *, whole_head: bool = False) -> None:
+    def __init__(self, predictor: SurvivalPredictor | None = None) -> None:
         """
         predictor    trained survival predictor; None = the fallback alone
-        whole_head   let the head draft as much as it can or nothing (for tree drafts, whose length is not their depth)
         """
         self.survival = OnlineSurvival(predictor)
         self.heads = HeadAcceptance()
-        self.whole_head = whole_head
         self._requests: WeakKeyDictionary[History, _Request] = WeakKeyDictionary()
 
     @classmethod
@@ -129,7 +127,7 @@ class Hybrid(Policy):
         fresh = cost.eagle3_curve(length, 1, situation.context)
         catching_up = cost.eagle3_curve(length, situation.backlog, situation.context) - fresh
         seconds = fresh + catching_up / min(_SPREAD, max(1, situation.room // 2))
-        if self.whole_head:
+        if situation.whole:
             seconds[:-1] = np.inf
         return _Offer(Arm.EAGLE3, gains, seconds)
 

@@ -38,6 +38,7 @@ class Situation:
     context   positions in the KV cache
     eagle3    most tokens the EAGLE3 head could draft now; 0 when there is no head or it is past its position limit
     backlog   committed tokens that the head has not seen and must catch up with before it drafts
+    whole     the head's draft is a tree: to be taken as large as it gets, or not at all
     """
 
     cache: Draft | None
@@ -46,6 +47,7 @@ class Situation:
     context: int
     eagle3: int = 0
     backlog: int = 0
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
