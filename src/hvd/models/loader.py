@@ -14,8 +14,8 @@ from hvd.tokenizer import Tokenizer
 Progress = Callable[[str, int, int], None]
 
 AUTO_WEIGHTS = "int8"
-"""Perplexity of SmolLM2 on 16k tokens of real text: fp32 11.19, int8 11.22, int4 about 13 (the file's own 4 bits, rounded
-a second time). int4 saves a quarter of the time of narrow passes, and none from 16 tokens on.
+"""Perplexity of SmolLM2 on 16k tokens of real text: fp32 11.19, int8 11.22, int4 about 13 (the file's own 4 bits,
+rounded a second time). int4 saves a quarter of the time of narrow passes, and none from 16 tokens on.
 """
 
 
@@ -59,15 +59,11 @@ def load_target(
     return target, checkpoint.tokenizer()
 
 
-def converted_model(
-    checkpoint: Checkpoint, weights: str = "auto", progress: Progress | None = None
-) -> Converted:
+def converted_model(checkpoint: Checkpoint, weights: str = "auto", progress: Progress | None = None) -> Converted:
     """The conversion of a checkpoint, made now unless it is there. Raises as `onnx_convert.convert`."""
     weights = AUTO_WEIGHTS if weights == "auto" else weights
     if weights not in FORMATS:
-        raise ConfigError(
-            f"weights must be 'auto' or one of {', '.join(FORMATS)} on the onnx backend, got {weights!r}"
-        )
+        raise ConfigError(f"weights must be 'auto' or one of {', '.join(FORMATS)} on the onnx backend, got {weights!r}")
     known = find(checkpoint.fingerprint, weights)
     if known is not None:
         return known
