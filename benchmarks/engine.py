@@ -168,7 +168,7 @@ def measure(engines: list[Contender], text: Int32Array, repeats: int) -> list[di
 
 
 def turn(engine: Contender, tokens: Int32Array) -> list[float]:
-    """Milliseconds of a few passes. The first of a turn is not counted: the others' threads still spin, caches are cold."""
+    """Milliseconds of a few passes. The first does not count: the others' threads still spin, and caches are cold."""
     taken = []
     for _ in range(1 + TIMED):
         start = time.perf_counter()

@@ -223,7 +223,12 @@ def test_a_kill_in_the_middle_leaves_nothing_that_is_used(tiny_model: Tiny) -> N
     checkpoint = load_checkpoint(path)
     assert find(checkpoint.fingerprint, "int4") is None
     assert not directory_of(checkpoint.fingerprint, "int4").exists()
+    [left] = directory_of("", "").parent.iterdir()
     assert convert(checkpoint, "int4").weights == "int4"
+    assert left.exists()
+    os.utime(left, (0, 0))
+    convert(checkpoint, "int8")
+    assert not left.exists()
 
 
 def _convert(path: Path, barrier: multiprocessing.synchronize.Barrier) -> None:

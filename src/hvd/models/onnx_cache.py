@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,13 @@ def describe(converted: Converted) -> None:
         "files": {path.name: path.stat().st_size for path in directory.iterdir()},
     }
     (directory / CONFIG_FILE).write_text(json.dumps(facts, indent=2), "utf-8")
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed conversions left behind more than a day ago (a younger one may still be at work)."""
+    for path in folder.glob(".*"):
+        if time.time() - path.stat().st_mtime > 24 * 3600:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def publish(fresh: Path, final: Path, fingerprint: str, weights: str) -> None:

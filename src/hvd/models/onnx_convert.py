@@ -20,7 +20,7 @@ import numpy as np
 
 from hvd.errors import CheckpointError, ConfigError
 from hvd.models.checkpoint import Checkpoint
-from hvd.models.onnx_cache import FORMATS, Converted, describe, directory_of, find, publish
+from hvd.models.onnx_cache import FORMATS, Converted, describe, directory_of, find, publish, sweep
 from hvd.models.onnx_decoder import build_decoder
 from hvd.models.onnx_graph import GraphBuilder, Weight
 from hvd.models.onnx_heads import wide, widen
@@ -43,6 +43,7 @@ def convert(checkpoint: Checkpoint, weights: str, progress: Progress | None = No
     final = directory_of(checkpoint.fingerprint, weights)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
+        sweep(final.parent)
         with tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=final.parent) as parent:
             fresh = Path(parent) / "model"
             fresh.mkdir()
