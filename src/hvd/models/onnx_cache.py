@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,9 @@ def describe(converted: Converted) -> None:
 def sweep(folder: Path) -> None:
     """Remove what killed conversions left behind more than a day ago (a younger one may still be at work)."""
     for path in folder.glob(".*"):
-        if time.time() - path.stat().st_mtime > 24 * 3600:
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(FileNotFoundError):  # its own process may be removing it
+            if time.time() - path.stat().st_mtime > 24 * 3600:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def publish(fresh: Path, final: Path, fingerprint: str, weights: str) -> None:
