@@ -34,9 +34,7 @@ CONTEXTS = (512, 4096)
 TIMED = 3
 """Passes of a turn that count."""
 DEFAULT_MODEL = Path("~/.cache/hvd/models/SmolLM2-135M-Instruct.Q4_1.gguf")
-TEXT = (
-    "In the year the river froze, the mill stood still and {} men walked to the town of {} to ask for bread. "
-)
+TEXT = "In the year the river froze, the mill stood still and {} men walked to the town of {} to ask for bread. "
 
 
 class Contender(ABC):
@@ -210,9 +208,7 @@ def hardware() -> dict[str, Any]:
 
 def main() -> None:
     """Parse the options, measure, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL)
     parser.add_argument("--weights", default="int4,int8")
     parser.add_argument("--threads", type=int, default=os.cpu_count())

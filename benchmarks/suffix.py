@@ -177,16 +177,12 @@ def run(contenders: list[Contender], rounds: int, steps: int) -> list[dict[str, 
 
 
 def format_row(row: dict[str, Any]) -> str:
-    figures = "".join(
-        f"{row[k]:>10.2f}" for k in ("build_us_per_token", "append_us", "propose_us", "step_us")
-    )
+    figures = "".join(f"{row[k]:>10.2f}" for k in ("build_us_per_token", "append_us", "propose_us", "step_us"))
     return f"{row['history']:<12} {row['tokens']:>7} {row['contender']:<16}{figures}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", type=Path, help="also write the JSON line to this file")
@@ -194,17 +190,13 @@ def main() -> None:
     contenders: list[Contender] = [Ours("longest"), Ours("arctic")]
     if importlib.util.find_spec("arctic_inference"):
         contenders.append(Arctic())
-    print(
-        f"{'history':<12} {'tokens':>7} {'contender':<16}{'build/tok':>10}{'append':>10}{'propose':>10}{'step':>10}"
-    )
+    print(f"{'history':<12} {'tokens':>7} {'contender':<16}{'build/tok':>10}{'append':>10}{'propose':>10}{'step':>10}")
     rows = run(contenders, args.rounds, args.steps)
     text = source_code(REQUEST_LENGTH)
     many: dict[str, float] = {}
     for contender in contenders:
         many[contender.name] = round(statistics.median(measure_many(contender, text) for _ in range(3)), 3)
-        print(
-            f"{REQUESTS} x {REQUEST_LENGTH} tokens, a proposal each: {contender.name} {many[contender.name]} ms"
-        )
+        print(f"{REQUESTS} x {REQUEST_LENGTH} tokens, a proposal each: {contender.name} {many[contender.name]} ms")
     line = json.dumps(
         {
             "benchmark": "suffix",

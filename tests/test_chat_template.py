@@ -136,6 +136,4 @@ def test_qwen_coder(qwen_coder: Path) -> None:
     text = tokenizer.apply_chat_template(messages, tools=tools)
     assert "<tools>\n" + json.dumps(tools[0], ensure_ascii=False) + "\n</tools>" in text
     assert '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>' in text
-    assert text.endswith(
-        "<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert text.endswith("<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n")

@@ -71,9 +71,7 @@ def config_of(family: str, **options: Any) -> dict[str, Any]:
 def edit(path: Path, **options: Any) -> None:
     """Change config.json; the value `...` removes a key."""
     config = json.loads((path / "config.json").read_text()) | options
-    (path / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if value is not ...})
-    )
+    (path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
 
 
 @pytest.fixture
@@ -411,9 +409,7 @@ class TestSources:
         assert checkpoint.eos_token_ids == checkpoint.tokenizer().eos_token_ids == (257, 3)
         assert checkpoint.tokenizer().encode("ab") == [258 + 1]
 
-    def test_hub_id_out_of_the_cache(
-        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_hub_id_out_of_the_cache(self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         repository = tmp_path / "hub" / "models--owner--name"
         shutil.copytree(model, repository / "snapshots" / "abc")
         (repository / "refs").mkdir()
@@ -432,7 +428,5 @@ class TestSources:
             "[c.tensor(n) for n in c.names()]; c.tokenizer().encode('t1');"
             "print(sorted({'torch', 'transformers', 'gguf', 'huggingface_hub'} & set(sys.modules)))"
         )
-        out = subprocess.run(
-            [sys.executable, "-c", program, str(model)], capture_output=True, text=True, check=True
-        )
+        out = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, check=True)
         assert out.stdout.strip() == "[]"

@@ -133,9 +133,7 @@ class Block:
         return list(struct.unpack("<f", b"\0\0" + self.data))
 
     def nibbles(self, at: int) -> list[int]:
-        return [byte & 15 for byte in self.data[at : at + 16]] + [
-            byte >> 4 for byte in self.data[at : at + 16]
-        ]
+        return [byte & 15 for byte in self.data[at : at + 16]] + [byte >> 4 for byte in self.data[at : at + 16]]
 
     def fifth_bits(self, at: int) -> list[int]:
         (bits,) = struct.unpack_from("<I", self.data, at)
@@ -237,9 +235,7 @@ class TestTensors:
             assert checkpoint.tensor(name).dtype == np.float32
             assert checkpoint.quantized(name) is None
 
-    def test_biases_are_in_the_same_order_as_their_rows(
-        self, path: Path, tiny_model: Callable[..., Path]
-    ) -> None:
+    def test_biases_are_in_the_same_order_as_their_rows(self, path: Path, tiny_model: Callable[..., Path]) -> None:
         original = tiny_model("llama", layers=2, qkv_bias=True, mlp_bias=True)
         tensors = load_file(original / "model.safetensors")
         checkpoint = load_checkpoint(write(path, tensors))
@@ -287,9 +283,7 @@ class TestTensors:
                 load_checkpoint(path)
             assert name in str(error.value)
 
-    def test_extra_and_misshaped_tensors_are_named(
-        self, path: Path, tensors: dict[str, NDArray[Any]]
-    ) -> None:
+    def test_extra_and_misshaped_tensors_are_named(self, path: Path, tensors: dict[str, NDArray[Any]]) -> None:
         tensors["model.norm.weight"] = np.ones(64, np.float32)
         write(path, tensors, extra={"blk.0.attn_sinks.weight": np.ones(4, np.float32)})
         with pytest.raises(CheckpointError) as error:
@@ -380,13 +374,9 @@ class TestConfig:
             wavelength = 2 * math.pi * theta ** (i / dim)
             smooth = (original / wavelength - low) / (high - low)
             between = 1 / ((1 - smooth) / factor + smooth)
-            divisors.append(
-                1.0 if wavelength < original / high else factor if wavelength > original / low else between
-            )
+            divisors.append(1.0 if wavelength < original / high else factor if wavelength > original / low else between)
         more = {"attention.key_length": dim, "attention.value_length": dim, "rope.freq_base": theta}
-        rope = self.read(
-            path, tensors, more=more, extra={"rope_freqs.weight": np.array(divisors, np.float32)}
-        ).rope
+        rope = self.read(path, tensors, more=more, extra={"rope_freqs.weight": np.array(divisors, np.float32)}).rope
         assert (rope.kind, rope.factor) == ("llama3", factor)
         if low == 1.0:
             assert (rope.low_freq_factor, rope.high_freq_factor, rope.original_positions) == (
@@ -398,9 +388,7 @@ class TestConfig:
         np.testing.assert_allclose(llama3_divisors(rope, rotations), divisors, rtol=1e-4)
 
     def test_neutral_rope_factors(self, path: Path, tensors: dict[str, NDArray[Any]]) -> None:
-        checkpoint = load_checkpoint(
-            write(path, tensors, extra={"rope_freqs.weight": np.ones(4, np.float32)})
-        )
+        checkpoint = load_checkpoint(write(path, tensors, extra={"rope_freqs.weight": np.ones(4, np.float32)}))
         assert checkpoint.config.rope.kind == "default"
         assert "rope_freqs.weight" not in checkpoint.names()
 

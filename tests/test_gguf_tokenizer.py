@@ -102,9 +102,7 @@ class TestTokenTypes:
         assert read(byte_level(pre="smollm")).encode("12") == tokenizer.encode("1") + tokenizer.encode("2")
 
     def test_special_names_reach_the_template(self) -> None:
-        metadata = byte_level(bos_token_id=258) | {
-            "chat_template": "{{ bos_token }}{{ messages[0].content }}"
-        }
+        metadata = byte_level(bos_token_id=258) | {"chat_template": "{{ bos_token }}{{ messages[0].content }}"}
         assert read(metadata).apply_chat_template([{"role": "user", "content": "x"}]) == "<s>x"
 
 

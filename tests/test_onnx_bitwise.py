@@ -117,9 +117,7 @@ def check_trees(reference: Reference, count: int) -> None:
         reference.cache.rollback(start)
         [output] = target.forward([span])
         for depth, node in enumerate(path):
-            assert np.array_equal(output.logits[node], reference.logits[start + depth]), (
-                f"depth {depth} at {start}"
-            )
+            assert np.array_equal(output.logits[node], reference.logits[start + depth]), f"depth {depth} at {start}"
         reference.cache.keep(path)
         reference.check(start + len(path), 4)
         reference.check(start + len(path) + 4, 1)
@@ -155,9 +153,7 @@ def check_company(reference: Reference) -> None:
 # -- tiny models ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(
-    params=[(family, weights) for family in sorted(ARCHITECTURES) for weights in FORMATS], ids="-".join
-)
+@pytest.fixture(params=[(family, weights) for family in sorted(ARCHITECTURES) for weights in FORMATS], ids="-".join)
 def tiny_reference(
     request: pytest.FixtureRequest, tiny_model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Reference:
@@ -192,9 +188,7 @@ def test_without_padding_the_same_checks_fail(
 
 # -- real models ------------------------------------------------------------------------------------------------------
 
-REAL = [("smollm2", weights, 520) for weights in FORMATS] + [
-    ("qwen_coder", weights, 260) for weights in FORMATS[:2]
-]
+REAL = [("smollm2", weights, 520) for weights in FORMATS] + [("qwen_coder", weights, 260) for weights in FORMATS[:2]]
 
 
 @pytest.fixture(scope="module", params=REAL, ids=lambda param: f"{param[0]}-{param[1]}")

@@ -133,9 +133,7 @@ def test_an_unknown_format_is_refused(checkpoint: Checkpoint) -> None:
         convert(checkpoint, "int3")
 
 
-def test_a_start_with_a_converted_model_reads_no_weights(
-    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_with_a_converted_model_reads_no_weights(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_model("llama")
     first, _ = load_target(path, weights="int8", threads=1)
     checkpoint_class = type(load_checkpoint(path))
@@ -172,9 +170,7 @@ def no_object(directory: Path) -> None:
     (directory / CONFIG_FILE).write_text("[1, 2]")
 
 
-@pytest.mark.parametrize(
-    "damage", [truncate, forget_a_file, other_format, other_model, half_a_config, no_object]
-)
+@pytest.mark.parametrize("damage", [truncate, forget_a_file, other_format, other_model, half_a_config, no_object])
 def test_a_torn_or_foreign_directory_is_not_used_but_made_anew(
     damage: Callable[[Path], None], checkpoint: Checkpoint
 ) -> None:
@@ -187,9 +183,7 @@ def test_a_torn_or_foreign_directory_is_not_used_but_made_anew(
     assert (again.directory / WEIGHTS_FILE).read_bytes() == wanted
 
 
-def test_an_error_in_the_middle_leaves_nothing(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_middle_leaves_nothing(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(what: str, done: int, total: int) -> None:
         if done == 2:
             raise KeyboardInterrupt
@@ -214,9 +208,7 @@ convert(load_checkpoint(sys.argv[1]), "int4", wait)
 
 def test_a_kill_in_the_middle_leaves_nothing_that_is_used(tiny_model: Tiny) -> None:
     path = tiny_model("qwen3")
-    with subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(path)], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", SLOW, str(path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "middle\n"
         process.send_signal(signal.SIGKILL)
@@ -272,9 +264,7 @@ def test_a_graph_that_can_not_be_read_is_named(checkpoint: Checkpoint) -> None:
         OnnxTarget(converted)
 
 
-def test_gguf_blocks_reach_the_converted_model_unchanged(
-    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gguf_blocks_reach_the_converted_model_unchanged(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = load_checkpoint(tiny_model("llama", hidden=64, head_dim=16))
     exact: dict[str, Float32Array] = {}
 

@@ -184,9 +184,7 @@ def test_parameters_out_of_range_are_refused(options: dict[str, Any], message: s
 
 
 def test_the_torch_backend_is_found_too(tiny_model: Tiny) -> None:
-    target, tokenizer = load_target(
-        tiny_model("llama"), backend="torch", weights="float64", device="cpu", threads=1
-    )
+    target, tokenizer = load_target(tiny_model("llama"), backend="torch", weights="float64", device="cpu", threads=1)
     assert (target.spec.backend, target.spec.weights) == ("torch", "float64")
     assert tokenizer.encode("t3 t5") == [3, 5]
 
@@ -240,9 +238,7 @@ def test_chains_cover_a_tree_depth_first_with_ancestors_in_place() -> None:
     rng = np.random.default_rng(3)
     for _ in range(200):
         count = int(rng.integers(1, 20))
-        parents: Int32Array = np.array(
-            [rng.integers(-1, node) if node else -1 for node in range(count)], np.int32
-        )
+        parents: Int32Array = np.array([rng.integers(-1, node) if node else -1 for node in range(count)], np.int32)
         found = chains(parents)
         assert sorted(np.concatenate(found).tolist()) == list(range(count))
         places: dict[int, int] = {}  # depth -> node computed there last

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hvd.testing import FakeTarget
 
 from hvd.config import SamplingParams
 from hvd.engine.llm import LLM
+from hvd.testing import FakeTarget
 from hvd.tokenizer import Tokenizer
 from hvd.types import Arm, FinishReason
 from support import OracleDrafter, make_llm, plain

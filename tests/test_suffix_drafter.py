@@ -43,9 +43,7 @@ def ask(drafter: SuffixDrafter, prompt: np.ndarray, scope: str = "s") -> list[in
     return [] if draft is None else draft.tokens.tolist()
 
 
-def respond(
-    drafter: SuffixDrafter, key: int, response: np.ndarray, scope: str = "s", keep: bool = True
-) -> None:
+def respond(drafter: SuffixDrafter, key: int, response: np.ndarray, scope: str = "s", keep: bool = True) -> None:
     """A whole request."""
     start(drafter, key, ids(1), scope)
     drafter.observe(key, response, None, prompt=False)
@@ -68,9 +66,7 @@ def test_a_draft_continues_what_stood_in_the_prompt() -> None:
     assert draft.parent_counts.tolist() == [2, 1, 1, 1, 1]
     assert draft.probs.tolist() == [0.5, 1, 1, 1, 1]
     assert draft.score == 2.5
-    assert [array.dtype for array in (draft.tokens, draft.parents, draft.counts, draft.parent_counts)] == [
-        np.int32
-    ] * 4
+    assert [array.dtype for array in (draft.tokens, draft.parents, draft.counts, draft.parent_counts)] == [np.int32] * 4
     assert draft.probs.dtype == np.float32
 
 
@@ -178,9 +174,7 @@ def test_two_hundred_rounds_leave_nothing_behind() -> None:
         drafter.open(key)
         live[key] = key
         for other in list(live):
-            drafter.observe(
-                other, rng.integers(0, 9, int(rng.integers(0, 40))).astype(np.int32), None, prompt=False
-            )
+            drafter.observe(other, rng.integers(0, 9, int(rng.integers(0, 40))).astype(np.int32), None, prompt=False)
             drafter.propose(other, 8)
         if len(live) > 8:
             drafter.close(live.pop(int(rng.choice(list(live)))), keep=bool(key % 2))

@@ -111,9 +111,7 @@ def test_drafts_probs_scores_and_match_lengths_equal_arctic_inference() -> None:
 
 @pytest.mark.parametrize("mode", ["arctic", "longest"])
 def test_sharing_off_leaves_only_the_own_text(mode: str) -> None:
-    drafter = SuffixDrafter(
-        SuffixConfig(mode=mode, shared=False), vocab_size=1000, tokenizer_fingerprint="golden"
-    )
+    drafter = SuffixDrafter(SuffixConfig(mode=mode, shared=False), vocab_size=1000, tokenizer_fingerprint="golden")
     text = np.array([1, 2, 3, 4, 5, 6], np.int32)
     drafter.open(0, "session")
     drafter.observe(0, text, None, prompt=False)

@@ -207,9 +207,7 @@ def test_hits_say_whether_the_draft_would_have_begun_right(
 
 @settings(max_examples=60, deadline=None)
 @given(own=texts, responses=st.lists(texts, max_size=2), r=any_rules, pieces=st.integers(1, 7))
-def test_text_in_pieces_or_whole_is_the_same(
-    own: list[int], responses: list[list[int]], r: Rules, pieces: int
-) -> None:
+def test_text_in_pieces_or_whole_is_the_same(own: list[int], responses: list[list[int]], r: Rules, pieces: int) -> None:
     whole, parts = Request(responses, r), Request(responses, r)
     whole.observe(own)
     for i in range(0, len(own), pieces):
@@ -222,9 +220,7 @@ def test_text_in_pieces_or_whole_is_the_same(
 
 @settings(max_examples=60, deadline=None)
 @given(own=texts, responses=st.lists(texts, min_size=1, max_size=3), r=any_rules)
-def test_a_text_is_found_anew_in_a_tree_that_has_changed(
-    own: list[int], responses: list[list[int]], r: Rules
-) -> None:
+def test_a_text_is_found_anew_in_a_tree_that_has_changed(own: list[int], responses: list[list[int]], r: Rules) -> None:
     late = Request([], r)
     late.observe(own)
     late.shared = Request(responses, r).shared

@@ -68,9 +68,7 @@ class TestText:
         assert tokenizer.token_bytes(size) == tokenizer.token_bytes(-1) == b""
 
     def test_free_ids_in_the_middle(self) -> None:
-        tokenizer = Tokenizer(
-            tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 3, "c": 4, "d": 5}, unk_token="a"))
-        )
+        tokenizer = Tokenizer(tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 3, "c": 4, "d": 5}, unk_token="a")))
         assert tokenizer.vocab_size == 6
         assert tokenizer.decode([0, 1, 5]) == "a d"
         assert len(tokenizer.token_classes()) == 6
@@ -105,9 +103,7 @@ class TestTokenBytes:
         assert tokenizer.decode([258]) == "a 你"
 
     def test_sentencepiece(self) -> None:
-        tokenizer = Tokenizer(
-            tokenizers.Tokenizer(models.BPE(vocab={"<0x0A>": 0, "▁ab": 1, "<0xZZ>": 2}, merges=[]))
-        )
+        tokenizer = Tokenizer(tokenizers.Tokenizer(models.BPE(vocab={"<0x0A>": 0, "▁ab": 1, "<0xZZ>": 2}, merges=[])))
         assert [tokenizer.token_bytes(id_) for id_ in range(3)] == [b"\n", b" ab", b"<0xZZ>"]
 
 
@@ -163,9 +159,7 @@ class TestDirectory:
         )
 
     @pytest.mark.parametrize(("value", "ids"), [(7, (7,)), ([7, 3], (7, 3)), (0, (0,)), (None, (258,))])
-    def test_generation_config_names_the_ends(
-        self, directory: Path, value: Any, ids: tuple[int, ...]
-    ) -> None:
+    def test_generation_config_names_the_ends(self, directory: Path, value: Any, ids: tuple[int, ...]) -> None:
         write(directory / "generation_config.json", {"eos_token_id": value})
         assert Tokenizer.from_directory(directory).eos_token_ids == ids
 
@@ -173,9 +167,7 @@ class TestDirectory:
         write(directory / "config.json", {"eos_token_id": [4, 5]})
         assert read_eos_token_ids(directory) == (4, 5)
 
-    @pytest.mark.parametrize(
-        "template", ["{{ bos_token }}x", [{"name": "default", "template": "{{ bos_token }}x"}]]
-    )
+    @pytest.mark.parametrize("template", ["{{ bos_token }}x", [{"name": "default", "template": "{{ bos_token }}x"}]])
     def test_chat_template_in_the_config(self, directory: Path, template: Any) -> None:
         write(directory / "tokenizer_config.json", {"bos_token": "<|end|>", "chat_template": template})
         chat = Tokenizer.from_directory(directory).apply_chat_template([{"role": "user", "content": ""}])
@@ -205,17 +197,11 @@ class TestDirectory:
         write(directory / "tokenizer_config.json", {**names, "add_bos_token": True, "add_eos_token": True})
         ours, theirs = Tokenizer.from_directory(directory), AutoTokenizer.from_pretrained(str(directory))
         assert ours.encode("the <call>") == theirs.encode("the <call>")
-        assert (
-            (ours.bos_token_id, ours.eos_token_ids)
-            == (theirs.bos_token_id, (theirs.eos_token_id,))
-            == (260, (258,))
-        )
+        assert (ours.bos_token_id, ours.eos_token_ids) == (theirs.bos_token_id, (theirs.eos_token_id,)) == (260, (258,))
 
     def test_post_processor_of_the_file_stays(self, directory: Path) -> None:
         inner = byte_level(EOS)
-        inner.post_processor = processors.TemplateProcessing(
-            single="<|end|> $A", special_tokens=[("<|end|>", 258)]
-        )
+        inner.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 258)])
         inner.save(str(directory / "tokenizer.json"))
         assert Tokenizer.from_directory(directory).encode("h")[0] == 258
 

@@ -31,9 +31,7 @@ def render_chat(
     """
     knows_tools = re.search(r"""['"]tool['"]""", template) is not None
     if tools and "tools" not in template:
-        raise RequestError(
-            "this model's chat template does not take tools; describe them in the system message"
-        )
+        raise RequestError("this model's chat template does not take tools; describe them in the system message")
     plain = [_plain_message(message, knows_tools, "tool_calls" in template) for message in messages]
     if not plain:
         raise RequestError("messages must not be empty")
@@ -41,9 +39,7 @@ def render_chat(
     from jinja2 import TemplateError
 
     try:
-        return compiled.render(
-            messages=plain, tools=tools, add_generation_prompt=add_generation_prompt, **variables
-        )
+        return compiled.render(messages=plain, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise RequestError(f"the chat template refuses these messages: {error}") from error
 
@@ -69,9 +65,7 @@ def _text_of(content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise RequestError(
-            f"a message's content must be a string or a list of parts, got {type(content).__name__}"
-        )
+        raise RequestError(f"a message's content must be a string or a list of parts, got {type(content).__name__}")
     return "".join(_text_of_part(part) for part in content)
 
 
@@ -118,9 +112,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML characters; a prompt must not."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> NoReturn:

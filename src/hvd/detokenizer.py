@@ -141,8 +141,7 @@ class _Metaspace(_Step):
 
     def feed(self, tokens: list[str]) -> list[str]:
         out = [
-            token.replace(self._mark, "" if self._strip and not index else " ")
-            for index, token in enumerate(tokens)
+            token.replace(self._mark, "" if self._strip and not index else " ") for index, token in enumerate(tokens)
         ]
         self._strip = self._strip and not tokens
         return out

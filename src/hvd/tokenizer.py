@@ -202,9 +202,7 @@ def _byte_alphabet() -> dict[str, int]:
     """GPT-2's letters for the 256 bytes: printable ones are themselves, the others follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + index): byte for index, byte in enumerate(others)
-    }
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 BYTE_OF_LETTER = _byte_alphabet()
@@ -271,12 +269,8 @@ def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], special:
             inner.add_tokens([AddedToken(content, **flags)])
             known.add(content)
         if (other := inner.token_to_id(content)) != int(id_):
-            raise CheckpointError(
-                f"token {content!r}: id {id_} by tokenizer_config.json, {other} by tokenizer.json"
-            )
-    inner.add_special_tokens(
-        [AddedToken(text, normalized=False) for text in special.values() if text not in known]
-    )
+            raise CheckpointError(f"token {content!r}: id {id_} by tokenizer_config.json, {other} by tokenizer.json")
+    inner.add_special_tokens([AddedToken(text, normalized=False) for text in special.values() if text not in known])
 
 
 def _token_text(token: object) -> str | None:

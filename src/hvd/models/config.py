@@ -16,7 +16,7 @@ class RopeConfig:
     factor              scaling factor of every kind but "default"
     original_positions  context the model was first trained at (llama3, yarn, dynamic)
     low_freq_factor, high_freq_factor                       llama3
-    attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim, truncate   yarn (None / 0 = derived as transformers does)
+    attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim, truncate   yarn (None / 0 = derived)
     """
 
     theta: float = 10000.0

@@ -49,10 +49,7 @@ class GGUFCheckpoint(Checkpoint):
         check_tensors(path, self.config, {name: tensor.shape for name, tensor in self._tensors.items()})
         self.fingerprint = fingerprint_of(
             self.config,
-            (
-                (name, tensor.kind, tensor.shape, tensor.data.reshape(-1))
-                for name, tensor in self._tensors.items()
-            ),
+            ((name, tensor.kind, tensor.shape, tensor.data.reshape(-1)) for name, tensor in self._tensors.items()),
         )
         self.eos_token_ids = read_eos_ids(self._file.metadata)
 

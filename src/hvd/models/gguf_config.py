@@ -54,9 +54,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
     kv_heads = keys.integer("attention.head_count_kv", heads)
     if heads % kv_heads:
-        raise CheckpointError(
-            f"{file.path}: {heads} attention heads are not a multiple of {kv_heads} key/value heads"
-        )
+        raise CheckpointError(f"{file.path}: {heads} attention heads are not a multiple of {kv_heads} key/value heads")
     head_dim = keys.integer("attention.key_length", hidden // heads)
     if (value_dim := keys.integer("attention.value_length", head_dim)) != head_dim:
         refuse(f"heads with keys of {head_dim} and values of {value_dim} are")
@@ -127,9 +125,7 @@ def _rope(file: GGUFFile, keys: _Keys, head_dim: int) -> RopeConfig:
     if kind == "none" or factor == 1.0:
         return RopeConfig(theta=theta)
     original = (
-        keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
-        if kind == "yarn"
-        else 0
+        keys.integer("rope.scaling.original_context_length", keys.integer("context_length")) if kind == "yarn" else 0
     )
     return RopeConfig(
         theta=theta,

@@ -60,13 +60,9 @@ def read_gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     builders: dict[str, Callable[..., tokenizers.Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}
     model = metadata.get("tokenizer.ggml.model")
     if model not in builders:
-        raise UnsupportedModelError(
-            f"{file.path} has a tokenizer of kind '{model}'; read are {', '.join(builders)}"
-        )
+        raise UnsupportedModelError(f"{file.path} has a tokenizer of kind '{model}'; read are {', '.join(builders)}")
     special = {
-        name: tokens[id_]
-        for name, key in _SPECIAL_KEYS.items()
-        if (id_ := _token_id(metadata, key)) is not None
+        name: tokens[id_] for name, key in _SPECIAL_KEYS.items() if (id_ := _token_id(metadata, key)) is not None
     }
     inner = builders[model](metadata, tokens, kinds)
     _mark_added(inner, tokens, kinds)
@@ -113,14 +109,10 @@ def _byte_level(metadata: Metadata, tokens: list[str], kinds: list[int]) -> toke
 def _sentencepiece(metadata: Metadata, tokens: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
-        raise CheckpointError(
-            "the SentencePiece tokenizer has no score for every token (tokenizer.ggml.scores)"
-        )
+        raise CheckpointError("the SentencePiece tokenizer has no score for every token (tokenizer.ggml.scores)")
     merges = _merges_by_score(tokens, kinds, scores)
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
-    inner = tokenizers.Tokenizer(
-        _bpe(tokens, kinds, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
+    inner = tokenizers.Tokenizer(_bpe(tokens, kinds, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     escape = normalizers.Replace(" ", SPACE_MARK)
     inner.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), escape]) if prefix else escape
@@ -130,9 +122,7 @@ def _sentencepiece(metadata: Metadata, tokens: list[str], kinds: list[int]) -> t
 
 
 def _bpe(tokens: list[str], kinds: list[int], merges: list[Any], **options: Any) -> models.BPE:
-    vocab = {
-        token: id_ for id_, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED
-    }
+    vocab = {token: id_ for id_, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED}
     try:
         return models.BPE(vocab=vocab, merges=merges, **options)
     except Exception as error:  # tokenizers raises nothing narrower
@@ -142,9 +132,7 @@ def _bpe(tokens: list[str], kinds: list[int], merges: list[Any], **options: Any)
 def _merges_by_score(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours whose union scores best; BPE wants that as an ordered list of pairs."""
     normal = {
-        token: id_
-        for id_, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind in (_NORMAL, _UNUSED)
+        token: id_ for id_, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind in (_NORMAL, _UNUSED)
     }
     pairs = [
         (-scores[id_], id_, token[:cut], token[cut:])
@@ -158,20 +146,14 @@ def _merges_by_score(tokens: list[str], kinds: list[int], scores: list[float]) -
 def _mark_added(inner: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -> None:
     """Tokens that are found in a text before it is split; control tokens are special."""
     by_kind = list(zip(tokens, kinds, strict=True))
-    inner.add_tokens(
-        [AddedToken(token, normalized=False) for token, kind in by_kind if kind == _USER_DEFINED]
-    )
+    inner.add_tokens([AddedToken(token, normalized=False) for token, kind in by_kind if kind == _USER_DEFINED])
     special = [AddedToken(token, normalized=False) for token, kind in by_kind if kind in (_CONTROL, _UNKNOWN)]
     inner.add_special_tokens(special)
 
 
-def _frame(
-    inner: tokenizers.Tokenizer, metadata: Metadata, special: Mapping[str, str]
-) -> processors.PostProcessor:
+def _frame(inner: tokenizers.Tokenizer, metadata: Metadata, special: Mapping[str, str]) -> processors.PostProcessor:
     """Puts the begin token in front of a text and the end token behind it, where the model has that habit."""
-    begins = (
-        metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
-    )
+    begins = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
     begin = special.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", begins) else None
     end = special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     template = [piece for piece in (begin, "$A", end) if piece is not None]

@@ -34,10 +34,7 @@ class HFCheckpoint(Checkpoint):
                 )
         self.fingerprint = fingerprint_of(
             self.config,
-            (
-                (tensor, file.kind(tensor), file.shape(tensor), file.raw(tensor))
-                for tensor, file in self._files.items()
-            ),
+            ((tensor, file.kind(tensor), file.shape(tensor), file.raw(tensor)) for tensor, file in self._files.items()),
         )
         self.eos_token_ids = read_eos_token_ids(path)
 

@@ -102,9 +102,7 @@ def _family(config: Json) -> str:
 def _refuse_other_kinds(config: Json) -> None:
     family = config["model_type"]
     if quantization := config.get("quantization_config") or config.get("compression_config"):
-        method = (
-            quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-        )
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
         refuse(f"weights quantized with '{method}' (quantization_config) are")
     for key in _MULTIMODAL_KEYS:
         if key in config:
@@ -123,9 +121,7 @@ def _refuse_sliding_window(family: str, config: Json, context: int) -> None:
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         refuse(f"layer types {sorted(set(config['layer_types']))} other than full_attention are")
     layers, first = _integer(config, "num_hidden_layers"), _integer(config, "max_window_layers", 28, least=0)
-    active = family == "mistral" or (
-        family.startswith("qwen") and config.get("use_sliding_window") and first < layers
-    )
+    active = family == "mistral" or (family.startswith("qwen") and config.get("use_sliding_window") and first < layers)
     window = config.get("sliding_window", _SLIDING_WINDOW)
     if active and window is not None and window < context:
         refuse(f"a sliding window ({window} of {context} positions) is")

@@ -124,6 +124,4 @@ def _flush(path: Path) -> None:
 def _converted(directory: Path, facts: dict[str, Any]) -> Converted:
     model = dict(facts["model"])
     config = ModelConfig(**{**model, "rope": RopeConfig(**model["rope"])})
-    return Converted(
-        directory, config, facts["name"], facts["fingerprint"], facts["weights"], facts["quantization"]
-    )
+    return Converted(directory, config, facts["name"], facts["fingerprint"], facts["weights"], facts["quantization"])

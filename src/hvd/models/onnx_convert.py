@@ -55,9 +55,7 @@ def convert(checkpoint: Checkpoint, weights: str, progress: Progress | None = No
         ) from error
     done = find(checkpoint.fingerprint, weights)
     if done is None:
-        raise CheckpointError(
-            f"the converted model in {final} is not as written; remove that directory and try again"
-        )
+        raise CheckpointError(f"the converted model in {final} is not as written; remove that directory and try again")
     return done
 
 
@@ -69,11 +67,7 @@ def write(directory: Path, checkpoint: Checkpoint, weights: str, progress: Progr
         for done, what in enumerate(build_decoder(builder, checkpoint.config, source)):
             progress(what, done, steps)
         builder.save(checkpoint.name)
-    describe(
-        Converted(
-            directory, checkpoint.config, checkpoint.name, checkpoint.fingerprint, weights, source.fates
-        )
-    )
+    describe(Converted(directory, checkpoint.config, checkpoint.name, checkpoint.fingerprint, weights, source.fates))
     progress("done", steps, steps)
 
 

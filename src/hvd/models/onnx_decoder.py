@@ -52,9 +52,7 @@ def build_decoder(builder: GraphBuilder, config: ModelConfig, weights: WeightSou
         yield f"layer {layer + 1} of {config.num_layers}"
         state, update = _layer(builder, config, weights, layer, state, update)
     yield "output matrix"
-    normed, _ = builder.add_norm(
-        update, state, "model.norm", weights.plain("model.norm.weight"), config.norm_eps
-    )
+    normed, _ = builder.add_norm(update, state, "model.norm", weights.plain("model.norm.weight"), config.norm_eps)
     wanted = builder.node("Gather", [normed, "rows"], ["model.norm.rows"], axis=1)
     name = "model.embed_tokens" if config.tied else "lm_head"
     logits = builder.linear(wanted, name, weights.matrix(f"{name}.weight", bits=8), out="logits")
@@ -82,18 +80,14 @@ def _layer(
     builder.output(state, "float32", [1, "n", config.hidden_size])
     attended = _attention(builder, config, weights, f"{name}.self_attn", layer, normed)
     gain = weights.plain(f"{name}.post_attention_layernorm.weight")
-    normed, state = builder.add_norm(
-        attended, state, f"{name}.post_attention_layernorm", gain, config.norm_eps
-    )
+    normed, state = builder.add_norm(attended, state, f"{name}.post_attention_layernorm", gain, config.norm_eps)
     gate = _linear(builder, weights, normed, f"{name}.mlp.gate_proj", config.mlp_bias)
     up = _linear(builder, weights, normed, f"{name}.mlp.up_proj", config.mlp_bias)
     active = builder.gated(gate, up, f"{name}.mlp")
     return state, _linear(builder, weights, active, f"{name}.mlp.down_proj", config.mlp_bias)
 
 
-def _attention(
-    builder: GraphBuilder, config: ModelConfig, weights: WeightSource, name: str, layer: int, x: str
-) -> str:
+def _attention(builder: GraphBuilder, config: ModelConfig, weights: WeightSource, name: str, layer: int, x: str) -> str:
     q = _linear(builder, weights, x, f"{name}.q_proj", config.qkv_bias)
     k = _linear(builder, weights, x, f"{name}.k_proj", config.qkv_bias)
     v = _linear(builder, weights, x, f"{name}.v_proj", config.qkv_bias)
@@ -114,6 +108,4 @@ def _attention(
 
 
 def _linear(builder: GraphBuilder, weights: WeightSource, x: str, name: str, bias: bool) -> str:
-    return builder.linear(
-        x, name, weights.matrix(f"{name}.weight"), weights.plain(f"{name}.bias") if bias else None
-    )
+    return builder.linear(x, name, weights.matrix(f"{name}.weight"), weights.plain(f"{name}.bias") if bias else None)

@@ -66,14 +66,10 @@ class GraphBuilder:
     def constant(self, name: str, array: NDArray[Any]) -> str:
         """Store an array under `name` (once; the same name again is the same array)."""
         if name not in self._constants:
-            self._constants[name] = (
-                self._small(name, array) if array.nbytes < SMALL else self._external(name, array)
-            )
+            self._constants[name] = self._small(name, array) if array.nbytes < SMALL else self._external(name, array)
         return name
 
-    def node(
-        self, kind: str, inputs: list[str], outputs: list[str], domain: str = "", **attributes: Any
-    ) -> str:
+    def node(self, kind: str, inputs: list[str], outputs: list[str], domain: str = "", **attributes: Any) -> str:
         """Append an operator; returns its first output. Empty names stand for absent inputs and outputs."""
         name = f"{kind}/{outputs[0]}"
         self._nodes.append(helper.make_node(kind, inputs, outputs, name=name, domain=domain, **attributes))
@@ -81,9 +77,7 @@ class GraphBuilder:
 
     # -- pieces of a transformer ----------------------------------------------------------------------------------
 
-    def linear(
-        self, x: str, name: str, weight: Weight, bias: Float32Array | None = None, out: str = ""
-    ) -> str:
+    def linear(self, x: str, name: str, weight: Weight, bias: Float32Array | None = None, out: str = "") -> str:
         """`x @ weight.T + bias`. weight [N, K] in blocks or float32; bias float32 [N]. Gives [1, n, N]."""
         out = out or f"{name}.out"
         if isinstance(weight, BlockWeight):
@@ -127,9 +121,7 @@ class GraphBuilder:
         """(rms_norm(x + residual), x + residual) in one operator; `total` names the sum."""
         gamma = self.constant(f"{name}.gain", gain)
         outputs = [f"{name}.out", "", "", total or f"{name}.sum"]
-        normed = self.node(
-            "SkipSimplifiedLayerNormalization", [x, residual, gamma], outputs, FUSED, epsilon=epsilon
-        )
+        normed = self.node("SkipSimplifiedLayerNormalization", [x, residual, gamma], outputs, FUSED, epsilon=epsilon)
         return normed, outputs[3]
 
     def head_norm(self, x: str, name: str, gain: Float32Array, epsilon: float) -> str:
@@ -139,9 +131,7 @@ class GraphBuilder:
             "Reshape", [x, self.constant(f"to_heads_{width}", np.array([0, 0, -1, width]))], [f"{name}.heads"]
         )
         normed = self.rms_norm(split, name, gain, epsilon)
-        return self.node(
-            "Reshape", [normed, self.constant("from_heads", np.array([0, 0, -1]))], [f"{name}.flat"]
-        )
+        return self.node("Reshape", [normed, self.constant("from_heads", np.array([0, 0, -1]))], [f"{name}.flat"])
 
     def attention(
         self,
@@ -160,9 +150,7 @@ class GraphBuilder:
         The n tokens stand at the last n of `total_length` positions. Reads what `rotary` and `attention_inputs` made.
         """
         inputs = [*qkv, *past, "last_position", "total_length", "rope.cos", "rope.sin"]
-        return self.node(
-            "GroupQueryAttention", inputs, [f"{name}.out", *present], FUSED, do_rotary=1, **sizes
-        )
+        return self.node("GroupQueryAttention", inputs, [f"{name}.out", *present], FUSED, do_rotary=1, **sizes)
 
     def attention_inputs(self) -> None:
         """Declare what every attention reads: total_length int32 [], the positions in use after the pass, and
@@ -215,9 +203,7 @@ class GraphBuilder:
 
     def _external(self, name: str, array: NDArray[Any]) -> onnx.TensorProto:
         self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
-        proto = onnx.TensorProto(
-            name=name, data_type=helper.np_dtype_to_tensor_dtype(array.dtype), dims=array.shape
-        )
+        proto = onnx.TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(array.dtype), dims=array.shape)
         proto.data_location = TensorProto.EXTERNAL
         for key, value in (
             ("location", WEIGHTS_FILE),

@@ -25,9 +25,7 @@ def open_session(directory: Path, threads: int | None = None) -> onnxruntime.Inf
     options.inter_op_num_threads = 1
     options.enable_mem_pattern = False  # patterns are kept for every width and context seen: a leak here
     try:
-        return onnxruntime.InferenceSession(
-            directory / GRAPH_FILE, options, providers=["CPUExecutionProvider"]
-        )
+        return onnxruntime.InferenceSession(directory / GRAPH_FILE, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # the runtime's exceptions have no common base
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
@@ -35,22 +33,16 @@ def open_session(directory: Path, threads: int | None = None) -> onnxruntime.Inf
         ) from error
 
 
-def bind(
-    binding: onnxruntime.IOBinding, name: str, array: NDArray[Any], shape: tuple[int, ...] | None = None
-) -> None:
+def bind(binding: onnxruntime.IOBinding, name: str, array: NDArray[Any], shape: tuple[int, ...] | None = None) -> None:
     """Let the graph input `name` read `array` (C-contiguous; the caller keeps it alive), its first items as `shape`."""
-    binding.bind_input(
-        name, "cpu", 0, array.dtype, array.shape if shape is None else shape, array.ctypes.data
-    )
+    binding.bind_input(name, "cpu", 0, array.dtype, array.shape if shape is None else shape, array.ctypes.data)
 
 
 def bind_result(
     binding: onnxruntime.IOBinding, name: str, array: NDArray[Any], shape: tuple[int, ...] | None = None
 ) -> None:
     """Let the graph write its output `name` into `array`."""
-    binding.bind_output(
-        name, "cpu", 0, array.dtype, array.shape if shape is None else shape, array.ctypes.data
-    )
+    binding.bind_output(name, "cpu", 0, array.dtype, array.shape if shape is None else shape, array.ctypes.data)
 
 
 class OnnxKVCache(GrowingKVCache):

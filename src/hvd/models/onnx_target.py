@@ -100,9 +100,7 @@ class OnnxTarget(Target):
 
     def _own(self, cache: KVCache) -> OnnxKVCache:
         if not isinstance(cache, OnnxKVCache):
-            raise TypeError(
-                f"the onnx backend needs a cache that it opened itself, got {type(cache).__name__}"
-            )
+            raise TypeError(f"the onnx backend needs a cache that it opened itself, got {type(cache).__name__}")
         return cache
 
     def _reserve_outputs(self, spans: Sequence[Span]) -> list[SpanOutput]:
@@ -121,9 +119,7 @@ class OnnxTarget(Target):
             start += count
         return outputs
 
-    def _chain(
-        self, cache: OnnxKVCache, start: int, tokens: Int32Array, every: bool, output: SpanOutput
-    ) -> None:
+    def _chain(self, cache: OnnxKVCache, start: int, tokens: Int32Array, every: bool, output: SpanOutput) -> None:
         """Compute tokens that stand behind each other at positions start, start + 1, .., in pieces of MAX_WIDTH.
 
         Writes output.logits (of every token, or of the last one if there is room for one, or none) and output.hidden.
@@ -182,9 +178,7 @@ class OnnxTarget(Target):
         lone = width % 16 == 1 or width % (2 * wide(self.config.head_dim)) == 1
         return width + SLACK if lone else width
 
-    def _tree(
-        self, cache: OnnxKVCache, tokens: Int32Array, parents: Int32Array, rows: str, output: SpanOutput
-    ) -> None:
+    def _tree(self, cache: OnnxKVCache, tokens: Int32Array, parents: Int32Array, rows: str, output: SpanOutput) -> None:
         """Compute a tree chain by chain, each in the place of the ones before it; at the end the nodes lie in order."""
         depth = depths(parents)
         store = cache.store[:, :, cache.length :]

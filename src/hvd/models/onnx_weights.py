@@ -144,6 +144,4 @@ def _round_blocks(blocks, top, values, scales, zeros):  # type: ignore[no-untype
             if error < best:
                 best, scales[b], zeros[b] = error, scale, np.uint8(zero)
                 for i in range(32):
-                    values[b, i] = np.uint8(
-                        min(max(np.rint(block[i] / step) + zero, np.float32(0.0)), np.float32(top))
-                    )
+                    values[b, i] = np.uint8(min(max(np.rint(block[i] / step) + zero, np.float32(0.0)), np.float32(top)))

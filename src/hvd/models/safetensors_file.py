@@ -67,9 +67,7 @@ class SafetensorsFile:
         except (KeyError, TypeError, ValueError) as error:
             raise self._torn(f"the entry of tensor {name} is malformed") from error
         if kind not in _DTYPES:
-            raise CheckpointError(
-                f"{self.path}: tensor {name} has number format {kind}; read are {', '.join(_DTYPES)}"
-            )
+            raise CheckpointError(f"{self.path}: tensor {name} has number format {kind}; read are {', '.join(_DTYPES)}")
         if end - start != math.prod(shape) * np.dtype(_DTYPES[kind]).itemsize:
             raise self._torn(f"tensor {name} has {end - start} bytes, not what {kind} {shape} takes")
         if start < 0 or min(shape, default=0) < 0 or self._start + end > len(self._data):

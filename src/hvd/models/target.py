@@ -69,7 +69,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def rollback(self, length: int) -> None:
-        """Forget everything from position `length` on, pending positions included, in O(1). ValueError if out of range."""
+        """Forget all from position `length` on, pending positions included, in O(1). ValueError if out of range."""
 
     @abstractmethod
     def close(self) -> None:
@@ -82,8 +82,8 @@ class Span:
 
     cache     the request's KV cache; nothing may be pending in it
     tokens    int32 [n], n >= 1
-    parents   None for a chain; else int32 [n], parents[i] < i the token in front of token i, ROOT (-1) = the last committed
-              position. Token i attends to all committed positions, its ancestors and itself; its position is
+    parents   None for a chain; else int32 [n], parents[i] < i the token in front of token i, ROOT (-1) = the last
+              committed position. Token i attends to all committed positions, its ancestors and itself; its position is
               cache.length + its depth.
     rows      which positions' logits are wanted: all of them, the last one, or none
     hidden    whether the auxiliary hidden states of all n positions are wanted
@@ -120,4 +120,7 @@ class Target(ABC):
 
     @abstractmethod
     def forward(self, spans: Sequence[Span]) -> list[SpanOutput]:
-        """Run one pass. Raises ValueError for an empty span, a token id outside [0, V) or a span beyond the context limit."""
+        """Run one pass.
+
+        Raises ValueError for an empty span, a token id outside [0, V) or a span beyond the context limit.
+        """
