@@ -35,7 +35,8 @@ class Drafter(ABC):
         tokens   int32 [n]          in order, directly behind those seen before
         hidden   float32 [n, A*H]   row i is the target's auxiliary hidden state of the token *before* tokens[i], the
                                     pair that an EAGLE3 head eats. (The last committed token has no state yet: the
-                                    next pass computes it.) The row of a request's very first token is zeros and is to be ignored.
+                                    next pass computes it.) The first token's row is zeros, to be
+                                    ignored.
                                     None when no drafter of the engine wants them.
         prompt   True for prompt tokens, False for generated ones
         """
