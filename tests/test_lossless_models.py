@@ -1,7 +1,7 @@
 """Losslessness on real models through ONNX Runtime: token ids equal to plain decoding, without exception.
 
 104 prompts for every model and weight format: copies, edits and questions over this repository's own text, greedy and
-seeded in turn. Each is decoded plainly, then with the cache, with trees full of wrong branches, and with `hvd`.
+seeded in turn. Each is decoded plainly, with `hvd`, and with whole cache drafts or with trees full of wrong branches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvd.tokenizer import Tokenizer
 from support import OracleDrafter, make_llm, plain
 
 PROMPTS = 104
-TOKENS = 16
+TOKENS = 12
 TASKS = (
     "Repeat this text word for word:\n",
     "Correct what is wrong in this text and give the whole text back:\n",
@@ -35,7 +35,7 @@ def prompts(tokenizer: Tokenizer) -> Iterator[list[int]]:
     lines = [line for line in text.splitlines() if line.strip()]
     step = (len(lines) - 12) // PROMPTS
     for i in range(PROMPTS):
-        passage = "\n".join(lines[i * step : i * step + 2 + i % 3])
+        passage = "\n".join(lines[i * step : i * step + 1 + i % 3])
         message = {"role": "user", "content": TASKS[i % len(TASKS)] + passage}
         yield tokenizer.encode(tokenizer.apply_chat_template([message]), add_special_tokens=False)
 
@@ -51,18 +51,18 @@ def params(i: int) -> SamplingParams:
 
 
 def check(target: Target, tokenizer: Tokenizer, ids: list[int], i: int, llm: LLM) -> int:
-    """One prompt with every arm; returns the draft tokens accepted."""
+    """One prompt plainly, with `hvd`, and with the whole cache draft or, each fourth, a tree; draft tokens accepted."""
     expected = plain(target, ids, params(i), tokenizer).token_ids
-    tree = OracleDrafter({tuple(ids): expected}, target.spec.vocab_size, wrong_every=7, tree=True)
-    accepted = 0
-    for answer in (
-        llm.generate([ids], params(i), policy="hvd")[0],
-        llm.generate([ids], params(i), policy="cache")[0],
-        make_llm(target, tokenizer, eagle3=tree, policy="eagle3", prefill_chunk=24).generate([ids], params(i))[0],
-    ):
+    answers = [llm.generate([ids], params(i), policy="hvd")[0]]
+    if i % 4:
+        answers.append(llm.generate([ids], params(i), policy="cache")[0])
+    else:
+        tree = OracleDrafter({tuple(ids): expected}, target.spec.vocab_size, wrong_every=7, tree=True)
+        bushy = make_llm(target, tokenizer, eagle3=tree, policy="eagle3", prefill_chunk=24)
+        answers.append(bushy.generate([ids], params(i))[0])
+    for answer in answers:
         assert answer.token_ids == expected, f"prompt {i}"
-        accepted += sum(arm.accepted for arm in answer.stats.arms.values())
-    return accepted
+    return sum(arm.accepted for answer in answers for arm in answer.stats.arms.values())
 
 
 @pytest.mark.model
