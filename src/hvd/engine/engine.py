@@ -20,6 +20,7 @@ from hvd.config import EngineConfig
 from hvd.drafters.base import Drafter
 from hvd.drafters.suffix import SuffixDrafter
 from hvd.engine.request import Request
+from hvd.errors import ConfigError
 from hvd.models.target import Span, SpanOutput, Target
 from hvd.payoff.cost import CostModel
 from hvd.payoff.policy import Choice, Policy, Situation
@@ -71,9 +72,13 @@ class Engine:
         return len(self._waiting) + len(self._running)
 
     def policy(self, name: str) -> Policy:
-        """The engine's instance of a policy. Raises ConfigError for an unknown name."""
+        """The engine's instance of a policy. Raises ConfigError for an unknown name, or one whose drafter is missing."""
         if name not in self._policies:
-            self._policies[name] = self._make_policy(name)
+            policy = self._make_policy(name)
+            missing = policy.needs - self._drafters.keys()
+            if missing:
+                raise ConfigError(f"policy {name!r} needs the drafter {', '.join(sorted(missing))!r}; give an EAGLE3 head")
+            self._policies[name] = policy
         return self._policies[name]
 
     def add(self, request: Request) -> None:

@@ -72,6 +72,8 @@ class Policy(ABC):
     name: ClassVar[str]
     uses: ClassVar[frozenset[Arm]] = frozenset({Arm.CACHE, Arm.EAGLE3})
     """Arms the policy may choose besides plain; drafters that it does not use are not run for its requests."""
+    needs: ClassVar[frozenset[Arm]] = frozenset()
+    """Arms without which the policy makes no sense: an engine that lacks one refuses it."""
     predictor_kind: ClassVar[str | None] = None
     """The kind of predictor that `make` wants, or can use; None = none."""
 

@@ -74,6 +74,7 @@ class Eagle3(Rule):
 
     name = "eagle3"
     uses = frozenset({Arm.EAGLE3})
+    needs = frozenset({Arm.EAGLE3})
 
     def choose_one(self, situation: Situation) -> Choice:
         """See `Rule.choose_one`."""
