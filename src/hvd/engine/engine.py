@@ -72,12 +72,12 @@ class Engine:
         return len(self._waiting) + len(self._running)
 
     def policy(self, name: str) -> Policy:
-        """The engine's instance of a policy. Raises ConfigError for an unknown name, or one whose drafter is missing."""
+        """The engine's instance of a policy. Raises ConfigError if it is unknown, or its drafter is missing."""
         if name not in self._policies:
             policy = self._make_policy(name)
             missing = policy.needs - self._drafters.keys()
             if missing:
-                raise ConfigError(f"policy {name!r} needs the drafter {', '.join(sorted(missing))!r}; give an EAGLE3 head")
+                raise ConfigError(f"policy {name!r} needs {', '.join(sorted(missing))}; give an EAGLE3 head")
             self._policies[name] = policy
         return self._policies[name]
 
