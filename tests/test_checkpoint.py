@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig
 
 from hvd.errors import CheckpointError, ModelError, UnsupportedModelError
+from hvd.models import checkpoint as checkpoint_module
 from hvd.models.checkpoint import load_checkpoint
 from hvd.models.config import FAMILIES
 from hvd.models.hf_config import read_hf_config
@@ -380,6 +381,55 @@ class TestFingerprint:
         edit(model, rope_theta=5000.0)
         seen.add(load_checkpoint(model).fingerprint)
         assert len(seen) == len(tensors) + 2
+
+    def test_one_row_of_a_large_tensor_shows(self, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+        model = Path(shutil.copytree(tiny_model("llama", vocab=2048), tmp_path / "model"))
+        before = load_checkpoint(model).fingerprint
+        tensors = load_file(model / "model.safetensors")
+        tensors["model.embed_tokens.weight"][777] *= -1
+        save_file(tensors, model / "model.safetensors")
+        assert load_checkpoint(model).fingerprint != before
+
+    def test_files_that_did_not_change_are_read_once(
+        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HVD_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(checkpoint_module, "_REMEMBERED_FROM", 0)
+        monkeypatch.setattr(checkpoint_module, "_SETTLED_NS", 0)
+        first = load_checkpoint(model).fingerprint
+        (note,) = (tmp_path / "cache" / "fingerprints").iterdir()
+        mark = json.loads(note.read_text()) | {"fingerprint": "remembered"}
+        note.write_text(json.dumps(mark))
+        assert load_checkpoint(model).fingerprint == "remembered"
+        for changed in ({"facts": "other"}, {"stamps": [*mark["stamps"][:-1], 0]}, {"stamps": None}):
+            note.write_text(json.dumps(mark | changed))
+            assert load_checkpoint(model).fingerprint == first
+        for torn in ("", "[]", "[" * 100_000):
+            note.write_text(torn)
+            assert load_checkpoint(model).fingerprint == first
+        note.write_text(json.dumps(mark))
+        edit(model, rope_theta=5000.0)
+        assert load_checkpoint(model).fingerprint not in ("remembered", first)
+
+    def test_a_file_changed_just_now_is_not_remembered(
+        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HVD_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(checkpoint_module, "_REMEMBERED_FROM", 0)
+        monkeypatch.setattr(checkpoint_module, "_SETTLED_NS", 10**18)
+        load_checkpoint(model)
+        assert not (tmp_path / "cache").exists()
+
+    def test_a_cache_that_can_not_be_written_is_no_obstacle(
+        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "cache").write_text("a file")
+        fingerprint = load_checkpoint(model).fingerprint
+        monkeypatch.setenv("HVD_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(checkpoint_module, "_REMEMBERED_FROM", 0)
+        monkeypatch.setattr(checkpoint_module, "_SETTLED_NS", 0)
+        assert load_checkpoint(model).fingerprint == fingerprint
+        assert "can't keep the fingerprint" in caplog.text
 
 
 class TestSources:

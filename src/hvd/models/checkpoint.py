@@ -7,9 +7,14 @@ files are mapped, and one tensor at a time is handed out.
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import os
 import re
+import tempfile
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,7 @@ from numpy.typing import NDArray
 
 from hvd.errors import CheckpointError, ModelError
 from hvd.models.config import ModelConfig
+from hvd.models.onnx_cache import cache_root
 from hvd.tokenizer import Tokenizer
 from hvd.types import Float32Array
 
@@ -34,7 +40,11 @@ HUB_PATTERNS = [
     "model*.safetensors",
 ]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_SAMPLES, _SAMPLE_BYTES = 4, 4096
+_REMEMBERED_FROM = 8 * 1024 * 1024
+"""Bytes of tensors; smaller checkpoints are read each time."""
+_SETTLED_NS = 2_000_000_000
+_STAMP = 5
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,9 +66,8 @@ class Checkpoint(ABC):
 
     name            for people: the directory's or file's name, or the hub id
     config          shape of the decoder
-    fingerprint     hex sha256 of `config` and of every tensor's name, number format, shape and a sample of its bytes
-                    (four evenly spread stretches of 4 KiB; small tensors whole). Independent of where the files lie and
-                    how they are sharded. It tells models and fine-tunes apart, but is no protection against forgery.
+    fingerprint     hex digest (BLAKE2b, 32 bytes) of `config` and of every tensor's name, number format, shape and all
+                    its bytes. Independent of where the files lie and how they are sharded.
     eos_token_ids   ids that end a text
     """
 
@@ -204,14 +213,57 @@ def _first(names: list[str], count: int = 5) -> str:
     return ", ".join(names[:count]) + (f", and {len(names) - count} more" if len(names) > count else "")
 
 
-def fingerprint_of(config: ModelConfig, tensors: Iterable[tuple[str, str, Shape, NDArray[Any]]]) -> str:
-    """Digest as `Checkpoint.fingerprint` describes it, of (name, number format, shape, bytes as uint8 [n])."""
-    digest = hashlib.sha256(repr(config).encode())
-    for name, kind, shape, data in sorted(tensors, key=lambda entry: entry[0]):
-        digest.update(f"\n{name} {kind} {shape}\n".encode())
-        if len(data) <= _SAMPLES * _SAMPLE_BYTES:
-            digest.update(data.tobytes())
-            continue
-        for start in np.linspace(0, len(data) - _SAMPLE_BYTES, _SAMPLES, dtype=np.int64).tolist():
-            digest.update(data[start : start + _SAMPLE_BYTES].tobytes())
+def fingerprint_of(
+    config: ModelConfig, tensors: Iterable[tuple[str, str, Shape, NDArray[Any]]], files: Sequence[Path]
+) -> str:
+    """Digest as `Checkpoint.fingerprint` describes it, of (name, number format, shape, bytes as uint8 [n]).
+
+    Large checkpoints are read whole once. What came out is kept beside the converted models with the path, size, time
+    stamps and inode of `files`, all the files that the tensors come from, and believed as long as these are the same.
+    """
+    entries = sorted(tensors, key=lambda entry: entry[0])
+    facts = hashlib.blake2b(repr((config, [entry[:3] for entry in entries])).encode(), digest_size=32).hexdigest()
+    stamps = _stamps(files)
+    note = cache_root() / "fingerprints" / f"{hashlib.sha256(repr(stamps[::_STAMP]).encode()).hexdigest()[:32]}.json"
+    large = sum(entry[3].nbytes for entry in entries) >= _REMEMBERED_FROM
+    if large and (known := _remembered(note, facts, stamps)) is not None:
+        return known
+    digest = hashlib.blake2b(facts.encode(), digest_size=32)
+    for name, _, _, data in entries:
+        digest.update(f"\n{name}\n".encode())
+        digest.update(data)
+    if large and stamps == _stamps(files):
+        _remember(note, {"facts": facts, "stamps": stamps, "fingerprint": digest.hexdigest()})
     return digest.hexdigest()
+
+
+def _stamps(files: Sequence[Path]) -> list[str | int]:
+    """What tells that a file was changed or replaced; _STAMP entries a file, its path first."""
+    stamps: list[str | int] = []
+    for path in files:
+        stat = path.stat()
+        stamps += [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    return stamps
+
+
+def _remembered(note: Path, facts: str, stamps: list[str | int]) -> str | None:
+    try:
+        content = json.loads(note.read_bytes())
+        same = content["facts"] == facts and content["stamps"] == stamps
+        return str(content["fingerprint"]) if same else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _remember(note: Path, content: dict[str, Any]) -> None:
+    """Keep a fingerprint. A file of this very moment could change again without a newer time stamp, so it must wait."""
+    changed = max(int(stamp) for index in (2, 3) for stamp in content["stamps"][index::_STAMP])
+    if abs(time.time_ns() - changed) < _SETTLED_NS:
+        return
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=note.parent, prefix=".", delete=False) as file:
+            json.dump(content, file)
+        os.replace(file.name, note)
+    except OSError as error:  # it only costs the time of reading the checkpoint again
+        _LOG.warning("can't keep the fingerprint of a checkpoint in %s (%s)", note.parent, error)

@@ -50,6 +50,7 @@ class GGUFCheckpoint(Checkpoint):
         self.fingerprint = fingerprint_of(
             self.config,
             ((name, tensor.kind, tensor.shape, tensor.data.reshape(-1)) for name, tensor in self._tensors.items()),
+            [path],
         )
         self.eos_token_ids = read_eos_ids(self._file.metadata)
 

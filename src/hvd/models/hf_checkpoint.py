@@ -35,6 +35,9 @@ class HFCheckpoint(Checkpoint):
         self.fingerprint = fingerprint_of(
             self.config,
             ((tensor, file.kind(tensor), file.shape(tensor), file.raw(tensor)) for tensor, file in self._files.items()),
+            sorted(
+                {file.path for file in self._files.values()} | {index for index in [path / _INDEX] if index.is_file()}
+            ),
         )
         self.eos_token_ids = read_eos_token_ids(path)
 
