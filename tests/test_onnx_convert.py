@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from hvd.errors import CheckpointError, ConfigError
+from hvd.errors import CheckpointError, ConfigError, UnsupportedModelError
 from hvd.models import onnx_convert
 from hvd.models.checkpoint import Checkpoint, QuantizedTensor, load_checkpoint
 from hvd.models.loader import load_target
@@ -252,6 +254,39 @@ def test_a_cache_that_can_not_be_written_is_named(
     monkeypatch.setenv("HVD_CACHE", str(tmp_path / "file"))
     with pytest.raises(CheckpointError, match="set HVD_CACHE"):
         convert(checkpoint, "int4")
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_a_hidden_size_that_does_not_divide_into_blocks_is_refused(tiny_model: Tiny, weights: str) -> None:
+    path = tiny_model("llama", hidden=48)
+    with pytest.raises(UnsupportedModelError, match=f"hidden size of 48, {weights} needs a multiple of 32.*'fp32'"):
+        load_target(path, weights=weights)
+    assert not (cache_root() / "onnx").exists()
+    assert load_target(path, weights="fp32", threads=1)[0].spec.hidden_size == 48
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e39])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
+@pytest.mark.parametrize("weights", ["int4", "int8", "fp32"])
+def test_weights_that_are_not_finite_are_named(
+    tiny_model: Tiny, tmp_path: Path, weights: str, name: str, value: float
+) -> None:
+    path = shutil.copytree(tiny_model("llama", layers=1), tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    tensors[name] = tensors[name].astype(np.float64)
+    tensors[name].reshape(-1)[3] = value
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} of model holds NaN or infinite"):
+        convert(load_checkpoint(path), weights)
+
+
+def test_blocks_that_carry_over_must_be_finite(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = np.zeros((64, 1, 34), np.uint8)
+    raw[5, 0, :2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
+    tensor = QuantizedTensor("Q8_0", (64, 32), raw)
+    monkeypatch.setattr(checkpoint, "quantized", lambda name: tensor)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight .*NaN or infinite"):
+        convert(checkpoint, "int8")
 
 
 def test_a_graph_that_can_not_be_read_is_named(checkpoint: Checkpoint) -> None:

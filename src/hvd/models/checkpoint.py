@@ -231,7 +231,7 @@ def fingerprint_of(
     digest = hashlib.blake2b(facts.encode(), digest_size=32)
     for name, _, _, data in entries:
         digest.update(f"\n{name}\n".encode())
-        digest.update(data)
+        digest.update(data.data)
     if large and stamps == _stamps(files):
         _remember(note, {"facts": facts, "stamps": stamps, "fingerprint": digest.hexdigest()})
     return digest.hexdigest()

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd.errors import CheckpointError, ConfigError
+from hvd.errors import CheckpointError, ConfigError, UnsupportedModelError
 from hvd.models.checkpoint import Checkpoint
 from hvd.models.onnx_cache import FORMATS, Converted, describe, directory_of, find, publish, sweep
 from hvd.models.onnx_decoder import build_decoder
 from hvd.models.onnx_graph import GraphBuilder, Weight
 from hvd.models.onnx_heads import wide, widen
-from hvd.models.onnx_weights import carry_over, quantize
+from hvd.models.onnx_weights import BLOCK, carry_over, quantize
 from hvd.types import Float32Array
 
 Progress = Callable[[str, int, int], None]
@@ -32,14 +32,20 @@ Progress = Callable[[str, int, int], None]
 
 
 def convert(checkpoint: Checkpoint, weights: str, progress: Progress | None = None) -> Converted:
-    """Convert unless that was done before. Raises ConfigError for an unknown weight format, CheckpointError when the
-    cache can't be written.
+    """Convert unless that was done before. Raises ConfigError for an unknown weight format, UnsupportedModelError for a
+    hidden size that doesn't divide into blocks, CheckpointError for weights that are not finite and when the cache
+    can't be written.
     """
     if weights not in FORMATS:
         raise ConfigError(f"weights must be one of {', '.join(FORMATS)}, got {weights!r}")
     known = find(checkpoint.fingerprint, weights)
     if known is not None:
         return known
+    hidden = checkpoint.config.hidden_size
+    if weights != "fp32" and hidden % BLOCK:  # GatherBlockQuantized has no rows that end within a block
+        raise UnsupportedModelError(
+            f"{checkpoint.name} has a hidden size of {hidden}, {weights} needs a multiple of {BLOCK}; take 'fp32'"
+        )
     final = directory_of(checkpoint.fingerprint, weights)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +87,9 @@ class Weights:
 
     def plain(self, name: str) -> Float32Array:
         """See `WeightSource`."""
-        tensor = np.ascontiguousarray(self.checkpoint.tensor(name), np.float32)
+        with np.errstate(over="ignore"):  # found below
+            tensor = np.ascontiguousarray(self.checkpoint.tensor(name), np.float32)
+        self._check(name, tensor)
         return widen(name, tensor, self.checkpoint.config.head_dim)
 
     def matrix(self, name: str, bits: int | None = None) -> Weight:
@@ -93,9 +101,18 @@ class Weights:
         if raw is not None:
             same = carry_over(raw.data, raw.kind, *raw.shape)
             if same is not None and same.bits == bits and not self._widened(name):
+                self._check(name, same.scales)
                 return self._count(f"{raw.kind} carried over", same)
         kind = raw.kind if raw is not None else "floats"
         return self._count(f"{kind} rounded to {bits} bits", quantize(self.plain(name), bits))
+
+    def _check(self, name: str, numbers: Float32Array) -> None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = np.isfinite(numbers.max() - numbers.min())
+        if not finite:
+            raise CheckpointError(
+                f"tensor {name} of {self.checkpoint.name} holds NaN or infinite numbers; fetch it again"
+            )
 
     def _widened(self, name: str) -> bool:
         head_dim = self.checkpoint.config.head_dim
