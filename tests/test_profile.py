@@ -171,6 +171,15 @@ def test_costs_are_kept_and_found_again(clock: Clock, tmp_path: Path, monkeypatc
     assert CostModel.load(cost_path(target)).verify(8, 32) == pytest.approx(0.018, rel=0.02)
 
 
+def test_costs_that_can_not_be_kept_are_used(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cost").write_text("a file in the folder's place")
+    monkeypatch.setenv("HVD_CACHE", str(tmp_path))
+    assert load_or_profile(FakeTarget(clock)).verify(8, 32) == pytest.approx(0.018, rel=0.02)
+    assert "can't keep the measured costs" in caplog.text
+
+
 MODEL = Path(os.environ.get("HVD_TEST_MODELS", "~/.cache/hvd/models")).expanduser() / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ FULL_REPEATS = 7
 EAGLE3_LENGTHS = (1, 2, 4, 8)
 BACKLOG = 16
 
+_LOG = logging.getLogger(__name__)
 _CHUNK = 128
 _KEY = -1
 
@@ -71,13 +73,19 @@ def cost_path(target: Target, eagle3: Drafter | None = None) -> Path:
 
 
 def load_or_profile(target: Target, eagle3: Drafter | None = None, progress: Progress | None = None) -> CostModel:
-    """The kept costs of this model on this machine; when none can be read, those of a quick profile, which are kept."""
+    """The kept costs of this model on this machine; when none can be read, those of a quick profile, which are kept.
+
+    Where they can't be, the log has a warning, and the next start measures again.
+    """
     path = cost_path(target, eagle3)
     try:
         return CostModel.load(path, model=model_fingerprint(target), hardware=hardware_fingerprint())
     except PredictorError:  # made by ourselves in a cache folder: making it again is all there is to do
         cost = profile(target, eagle3, quick=True, progress=progress)
-        cost.save(path)
+        try:
+            cost.save(path)
+        except OSError as error:
+            _LOG.warning("can't keep the measured costs in %s (%s); set HVD_CACHE to another place", path.parent, error)
         return cost
 
 
