@@ -113,6 +113,22 @@ def test_min_tokens_puts_every_kind_of_stop_off(
         assert len(answer.token_ids) > least
 
 
+def test_a_stop_text_begun_before_min_tokens_and_complete_behind_it_ends_the_request(
+    target: FakeTarget, text_of: list[int], tokenizer_with: Callable[..., Tokenizer]
+) -> None:
+    tokenizer = tokenizer_with()
+    words = [tokenizer.decode([token]) for token in text_of]
+    place = next(i for i in range(4, 40) if "\ufffd" not in words[i] + words[i + 1] and words[i] and words[i + 1])
+    stop = words[place] + words[place + 1]
+    if stop in tokenizer.decode(text_of[: place + 1]):
+        pytest.fail("choose another seed: the stop text must not occur earlier")
+    llm = warm(target, text_of, tokenizer, Arm.CACHE)
+    for least in range(place - 2, place + 2):
+        answer = llm.generate([PROMPT], SamplingParams(max_tokens=60, min_tokens=least, stop=(stop,)))[0]
+        assert answer.token_ids == text_of[: place + 2]
+        assert answer.text == tokenizer.decode(text_of[:place])
+
+
 @pytest.mark.parametrize("arm", [Arm.CACHE, Arm.EAGLE3])
 @pytest.mark.parametrize("max_tokens", range(1, 40))
 def test_streams_join_to_the_text_and_hold_no_half_characters(

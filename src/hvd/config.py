@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from hvd.errors import ConfigError
 
+LARGEST_ID = 2**31 - 1
+
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     """Refuse what is not a finite number in [low, high] (or (low, high]); NaN compares false, so test it by name."""
@@ -25,9 +27,24 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
         )
 
 
+def _sequence(name: str, value: object) -> tuple[object, ...]:
+    if not isinstance(value, tuple | list):
+        raise ConfigError(f"{name} must be a tuple or list, got {value!r}")
+    return tuple(value)
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    """Token ids as a tuple."""
+    ids = _sequence(name, value)
+    for token in ids:
+        _integer(f"{name}: token id", token, 0, LARGEST_ID)
+    return ids  # type: ignore[return-value]
+
+
 def _texts(name: str, value: object) -> None:
-    if not isinstance(value, tuple | list) or not all(isinstance(text, str) and text for text in value):
-        raise ConfigError(f"{name} must be a tuple of non-empty strings, got {value!r}")
+    for text in _sequence(name, value):
+        if not isinstance(text, str) or not text:
+            raise ConfigError(f"{name} must hold non-empty strings, got {text!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +98,19 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
         _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        if not isinstance(self.logit_bias, dict):
+            raise ConfigError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias key", token, 0)
+            _integer("logit_bias key", token, 0, LARGEST_ID)
             _number(f"logit_bias[{token}]", bias, -1e9, 1e9)
-        for words in self.bad_words:
-            if not words:
-                raise ConfigError("bad_words must not hold an empty sequence")
-            for token in words:
-                _integer("bad_words token", token, 0)
+        words = [_ids("bad_words entry", word) for word in _sequence("bad_words", self.bad_words)]
+        if not all(words):
+            raise ConfigError("bad_words must not hold an empty sequence")
+        object.__setattr__(self, "bad_words", tuple(words))  # lists are welcome, and compared as tuples
+        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         _integer("min_tokens", self.min_tokens, 0)
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids entry", token, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ConfigError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         _texts("stop", self.stop)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, 1000)

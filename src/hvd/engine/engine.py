@@ -13,12 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from hvd.config import EngineConfig
 from hvd.drafters.base import Drafter
 from hvd.drafters.suffix import SuffixDrafter
+from hvd.engine.clock import Clock
 from hvd.engine.request import Request
 from hvd.errors import ConfigError
 from hvd.models.target import Span, SpanOutput, Target
@@ -39,6 +41,8 @@ class _Cycle:
     situation: Situation
     choice: Choice = _PLAIN
     draft: Draft | None = None
+    walked: Walk | None = None
+    walking: float = 0.0
 
 
 class Engine:
@@ -88,56 +92,74 @@ class Engine:
         self._waiting.append(request)
 
     def cancel(self, request: Request) -> bool:
-        """End a request now, between two steps. False if it has ended already, or was never added."""
+        """End a request now, between two steps. False if it has ended already, or was never added.
+
+        What was committed stays; text held back as the possible beginning of a stop text is not released.
+        """
         if request.done or request.key < 0:
             return False
         request.finish_reason = FinishReason.CANCELLED
-        if request.text is not None:
-            request.text.finish()
-        if request in self._waiting:
-            self._waiting.remove(request)
-        else:
-            self._running.remove(request)
-            self._release(request)
+        self._leave(request)
         return True
 
-    def preempt(self, request: Request) -> None:
-        """Free a running request's KV cache and put it back in front of the queue.
+    def preempt(self, request: Request) -> bool:
+        """Free a running request's KV cache and put it back in front of the queue. False if it is not running.
 
         It resumes by prefill, its text and its drafters' knowledge unchanged; no draft outlives a step.
         """
+        if request not in self._running:
+            return False
         self._running.remove(request)
         if request.cache is not None:
             request.cache.close()
             request.cache = None
         self._waiting.appendleft(request)
+        return True
 
     def step(self) -> list[Request]:
-        """One pass of the target. Returns the requests that committed tokens or ended in it."""
+        """One pass of the target. Returns the requests that had a cycle in it.
+
+        What goes wrong with one request (its drafters, its policy, its processors) ends that request by the error. An
+        error of the target, or an interruption, is raised; the requests stay, and the next step takes them up again.
+        """
+        try:
+            return self._step()
+        finally:
+            for request in self._running:
+                if request.cache is not None and request.cache.pending:
+                    request.cache.keep(())
+
+    def _step(self) -> list[Request]:
         prefills, ready = self._schedule()
-        started = time.perf_counter()
+        clock = Clock()
         cycles = self._propose(ready)
-        proposed = time.perf_counter()
-        self._allocate(cycles)
-        allocated = time.perf_counter()
-        self._draft(cycles)
-        drafted = time.perf_counter()
+        clock.lap("propose")
+        cycles = self._allocate(cycles)
+        clock.lap("gate")
+        cycles = self._draft(cycles)
+        clock.lap("propose")
         outputs = self._forward(prefills, cycles)
-        passed = time.perf_counter()
+        clock.lap("forward")
         for request, output in zip(prefills, outputs, strict=False):
-            self._filled(request, output, (passed - drafted) / len(outputs))
-        share = 1.0 / max(1, len(cycles))
-        times = CycleTimes(
-            (proposed - started + drafted - allocated) * share,
-            (allocated - proposed) * share,
-            (passed - drafted) / max(1, len(outputs)),
-        )
+            self._guard(request, self._fill, request, output, clock.seconds["forward"] / len(outputs))
+        clock.lap("prefill")
         for cycle, output in zip(cycles, outputs[len(prefills) :], strict=True):
-            self._walk(cycle, output, times)
-        if cycles:
-            self.cost.observe_overhead((time.perf_counter() - passed + allocated - started) * share)
-        self._running = [request for request in self._running if not request.done]
+            self._guard(cycle.request, self._walk, cycle, output)
+            cycle.walking = clock.lap("walk")
+        self._account(cycles, len(outputs), clock)
         return [cycle.request for cycle in cycles]
+
+    def _guard(self, request: Request, act: Callable[..., Any], *arguments: Any) -> Any:
+        """Do something for one request; an error ends that request alone. None after an error."""
+        try:
+            return act(*arguments)
+        except BaseException as error:
+            _LOG.debug("request %d failed", request.key, exc_info=True)
+            request.fail(error)
+            self._leave(request)
+            if not isinstance(error, Exception):
+                raise
+            return None
 
     # -- schedule -------------------------------------------------------------------------------------------------
 
@@ -145,8 +167,8 @@ class Engine:
         """Admit waiting requests; tell those in prefill from those ready for a cycle."""
         while self._waiting and len(self._running) < self.config.max_batch:
             request = self._waiting.popleft()
-            self._admit(request)
             self._running.append(request)
+            self._guard(request, self._admit, request)
         prefills = [request for request in self._running if request.behind > 1]
         ready = [request for request in self._running if request.behind == 1]
         return prefills, ready
@@ -156,9 +178,9 @@ class Engine:
         if request.observed:  # resumed: its drafters have kept what they know
             return
         uses = self.policy(request.policy).uses
-        request.drafters = tuple(arm for arm in self._drafters if arm in uses)
-        for arm in request.drafters:
+        for arm in [arm for arm in self._drafters if arm in uses]:
             self._drafters[arm].open(request.key, request.scope)
+            request.drafters += (arm,)
         request.history.prompt(request.slice(0, request.prompt_length))
         self._observe(request, np.zeros((1, self._hidden_width), np.float32))
 
@@ -166,7 +188,8 @@ class Engine:
 
     def _propose(self, ready: Sequence[Request]) -> list[_Cycle]:
         """Ask the suffix cache, which is free, and put together what each policy may look at."""
-        return [_Cycle(request, self._situation(request)) for request in ready]
+        situations = [(request, self._guard(request, self._situation, request)) for request in ready]
+        return [_Cycle(request, situation) for request, situation in situations if situation is not None]
 
     def _situation(self, request: Request) -> Situation:
         assert request.cache is not None
@@ -190,26 +213,37 @@ class Engine:
             return None
         return sound_part(self._drafters[arm].propose(request.key, room), self.target.spec.vocab_size, room)
 
-    def _allocate(self, cycles: Sequence[_Cycle]) -> None:
+    def _allocate(self, cycles: Sequence[_Cycle]) -> list[_Cycle]:
         """Each policy chooses arm and length for all of its requests at once: they share the pass."""
         for name in dict.fromkeys(cycle.request.policy for cycle in cycles):
             group = [cycle for cycle in cycles if cycle.request.policy == name]
-            choices = self.policy(name).choose([cycle.situation for cycle in group], self.cost)
-            for cycle, choice in zip(group, choices, strict=True):
-                cycle.choice = choice
+            try:
+                choices = self.policy(name).choose([cycle.situation for cycle in group], self.cost)
+                for cycle, choice in zip(group, choices, strict=True):
+                    cycle.choice = choice
+            except Exception as error:  # noqa: BLE001 - a policy may be anybody's; its requests end by its error
+                for cycle in group:
+                    cycle.request.fail(error)
+                    self._leave(cycle.request)
+        return [cycle for cycle in cycles if not cycle.request.done]
 
-    def _draft(self, cycles: Sequence[_Cycle]) -> None:
+    def _draft(self, cycles: Sequence[_Cycle]) -> list[_Cycle]:
         """Cut the cache draft to the chosen length, or let the head draft."""
         for cycle in cycles:
-            length = min(cycle.choice.length, cycle.request.room)
-            if cycle.choice.arm == Arm.CACHE and cycle.situation.cache is not None and length > 0:
-                cycle.draft = cycle.situation.cache.first(length)
-            elif cycle.choice.arm == Arm.EAGLE3:
-                started = time.perf_counter()
-                cycle.draft = self._ask(Arm.EAGLE3, cycle.request, length)
-                self.cost.observe_eagle3(
-                    length, cycle.situation.backlog, cycle.situation.context, time.perf_counter() - started
-                )
+            cycle.draft = self._guard(cycle.request, self._chosen_draft, cycle)
+        return [cycle for cycle in cycles if not cycle.request.done]
+
+    def _chosen_draft(self, cycle: _Cycle) -> Draft | None:
+        choice, situation = cycle.choice, cycle.situation
+        length = min(choice.length, cycle.request.room)
+        if choice.arm == Arm.CACHE and situation.cache is not None and length > 0:
+            return situation.cache.first(length)
+        if choice.arm != Arm.EAGLE3:
+            return None
+        started = time.perf_counter()
+        draft = self._ask(Arm.EAGLE3, cycle.request, length)
+        self.cost.observe_eagle3(length, situation.backlog, situation.context, time.perf_counter() - started)
+        return draft
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -252,29 +286,17 @@ class Engine:
 
     # -- walk, commit ---------------------------------------------------------------------------------------------
 
-    def _filled(self, request: Request, output: SpanOutput, seconds: float) -> None:
+    def _fill(self, request: Request, output: SpanOutput, seconds: float) -> None:
         """A chunk of prompt is in the KV cache."""
         assert request.cache is not None
         request.cache.keep(range(request.cache.pending))
         request.stats.prefill_seconds += seconds
         self._observe(request, output.hidden)
 
-    def _walk(self, cycle: _Cycle, output: SpanOutput, times: CycleTimes) -> None:
-        """Verify, then commit; an error in one request's sampling ends that request alone."""
-        request, draft = cycle.request, cycle.draft
-        started = time.perf_counter()
-        try:
-            walked = walk(draft, output.logits, request.sampler, request.advance)
-        except Exception as error:  # noqa: BLE001 - a user's processor may raise anything; kept, and raised to its caller
-            _LOG.debug("request %d failed", request.key, exc_info=True)
-            request.error = error
-            self._release(request)
-            return
-        self._commit(cycle, walked, output)
-        walking = time.perf_counter() - started
-        request.stats.decode_seconds += times.propose + times.gate + times.forward + walking
-        record = self._record(cycle, walked, CycleTimes(times.propose, times.gate, times.forward, walking))
-        request.record(record, keep=self.config.record)
+    def _walk(self, cycle: _Cycle, output: SpanOutput) -> None:
+        """Verify, then commit."""
+        cycle.walked = walk(cycle.draft, output.logits, cycle.request.sampler, cycle.request.advance)
+        self._commit(cycle, cycle.walked, output)
 
     def _commit(self, cycle: _Cycle, walked: Walk, output: SpanOutput) -> None:
         """Keep the accepted path in the KV cache and tell everybody."""
@@ -290,7 +312,7 @@ class Engine:
         tokens = np.asarray(walked.tokens, np.int32)
         request.history.commit(tokens, self._hits(request, len(tokens)), _arm(draft), drafted, accepted, offered)
         if request.done:  # its last draft was cut off, which says nothing of its payoff
-            self._release(request)
+            self._leave(request)
         else:
             self.policy(request.policy).observe(cycle.situation, _as_run(cycle), accepted)
 
@@ -318,34 +340,58 @@ class Engine:
             return suffix.last_hits(request.key)
         return np.zeros(count, np.uint8)
 
-    def _record(self, cycle: _Cycle, walked: Walk, times: CycleTimes) -> StepRecord:
-        cached, draft, choice = cycle.situation.cache, cycle.draft, cycle.choice
-        drafted = len(draft) if draft is not None else 0
-        return StepRecord(
-            position=cycle.request.generated - len(walked.tokens),
-            context=cycle.situation.context,
-            arm=_arm(draft),
-            drafted=drafted,
-            accepted=len(walked.tokens) - 1,
-            committed=len(walked.tokens),
-            width=drafted + 1,
-            offered=len(cached) if cached is not None else 0,
-            match_len=cached.match_len if cached is not None else 0,
-            score=cached.score if cached is not None else 0.0,
-            expected=choice.expected,
-            reason=choice.reason,
-            times=times,
-        )
+    # -- account ------------------------------------------------------------------------------------------------------
 
-    def _release(self, request: Request) -> None:
+    def _account(self, cycles: Sequence[_Cycle], spans: int, clock: Clock) -> None:
+        """Write down what each cycle did and took; phases that a pass shares are split evenly."""
+        if not cycles:
+            return
+        spent, count = clock.seconds, len(cycles)
+        propose, gate, forward = spent["propose"] / count, spent["gate"] / count, spent["forward"] / spans
+        for cycle in cycles:
+            if cycle.walked is not None and cycle.request.error is None:
+                times = CycleTimes(propose, gate, forward, cycle.walking)
+                cycle.request.stats.decode_seconds += propose + gate + forward + cycle.walking
+                cycle.request.record(_record(cycle, cycle.walked, times), keep=self.config.record)
+        self.cost.observe_overhead((spent["gate"] + spent["walk"]) / count)
+
+    # -- leave --------------------------------------------------------------------------------------------------------
+
+    def _leave(self, request: Request) -> None:
         """Free all that belongs to an ended request; only a whole answer may serve later ones."""
-        keep = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        for queue in (self._running, self._waiting):
+            if request in queue:
+                queue.remove(request)
+        keep = request.error is None and request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         if request.cache is not None:
             request.cache.close()
             request.cache = None
-        for arm in request.drafters:
-            self._drafters[arm].close(request.key, keep=keep)
-        request.drafters = ()
+        arms, request.drafters = request.drafters, ()
+        for arm in arms:
+            try:
+                self._drafters[arm].close(request.key, keep=keep)
+            except Exception:  # noqa: BLE001 - one drafter's fault must not keep the others from being freed
+                _LOG.exception("drafter %r could not close request %d", arm, request.key)
+
+
+def _record(cycle: _Cycle, walked: Walk, times: CycleTimes) -> StepRecord:
+    cached, draft, choice = cycle.situation.cache, cycle.draft, cycle.choice
+    drafted = len(draft) if draft is not None else 0
+    return StepRecord(
+        position=cycle.request.generated - len(walked.tokens),
+        context=cycle.situation.context,
+        arm=_arm(draft),
+        drafted=drafted,
+        accepted=len(walked.tokens) - 1,
+        committed=len(walked.tokens),
+        width=drafted + 1,
+        offered=len(cached) if cached is not None else 0,
+        match_len=cached.match_len if cached is not None else 0,
+        score=cached.score if cached is not None else 0.0,
+        expected=choice.expected,
+        reason=choice.reason,
+        times=times,
+    )
 
 
 def _arm(draft: Draft | None) -> Arm:

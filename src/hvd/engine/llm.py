@@ -7,8 +7,8 @@ print(answer.text, answer.stats.tokens_per_cycle)
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from hvd.drafters.base import Drafter
 from hvd.drafters.eagle3 import load_eagle3_drafter
 from hvd.drafters.suffix import SuffixDrafter
 from hvd.engine.engine import Engine
+from hvd.engine.fair_lock import FairLock
 from hvd.engine.request import Request
 from hvd.engine.text import Piece, TextStream
 from hvd.errors import RequestError
@@ -72,15 +73,22 @@ class Stream(Iterator[Piece]):
 
     def __next__(self) -> Piece:
         """The next committed token. Raises what ended the request, if anything but a stop did."""
-        with self._llm.lock:
-            while self._given >= len(self.request.pieces):
+        while True:
+            with self._llm.lock:  # given up after each step, so that other threads get their turn
+                if self._given < len(self.request.pieces):
+                    self._given += 1
+                    return self.request.pieces[self._given - 1]
                 if self.request.done:
-                    if self.request.error is not None:
-                        raise self.request.error
+                    self._raise_error()
                     raise StopIteration
                 self._llm.engine.step()
-            self._given += 1
-            return self.request.pieces[self._given - 1]
+
+    def _raise_error(self) -> None:
+        error = self.request.error
+        if isinstance(error, StopIteration):  # would end the iteration as if all were well
+            raise RuntimeError("a processor, drafter or policy raised StopIteration") from error
+        if error is not None:
+            raise error
 
     def cancel(self) -> bool:
         """End the request; what was committed stays readable. False if it had ended already."""
@@ -90,6 +98,7 @@ class Stream(Iterator[Piece]):
         """Decode to the end, and return the whole answer."""
         for _ in self:
             pass
+        self._raise_error()
         return _completion(self.request)
 
     def __enter__(self) -> Stream:
@@ -185,7 +194,7 @@ class LLM:
         self.cost = cost
         self.drafters = drafters
         self._classes = tokenizer.token_classes() if tokenizer is not None else History.UNKNOWN_CLASSES
-        self.lock = threading.RLock()
+        self.lock = FairLock()
 
         by_kind = {predictor.kind: predictor for predictor in predictors}
 
@@ -254,6 +263,8 @@ class LLM:
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation up to where the answer begins."""
         tokenizer = self._need_tokenizer()
+        if not messages:
+            raise RequestError("the conversation is empty; give at least one message")
         return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
     # -- shared by them -----------------------------------------------------------------------------------------------
@@ -281,9 +292,11 @@ class LLM:
         scope: str,
         processors: Sequence[LogitsProcessor] = (),
     ) -> Request:
-        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, got {params!r}")
+        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         limit = self._check(ids)
-        name = policy or self.config.policy
+        name = self.config.policy if policy is None else policy
         self.engine.policy(name)
         return Request(
             ids,
@@ -322,9 +335,21 @@ class LLM:
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a text is one prompt, and so is a sequence of ids."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        each = list(prompts)
+    except TypeError:
+        raise RequestError(f"a prompt must be a text or token ids, got {prompts!r}") from None
+    return [each] if each and not isinstance(each[0], str | Iterable) else each  # type: ignore[list-item, return-value]
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """Token ids as ints: lists, tuples and integer arrays are welcome. Raises RequestError for anything else."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise RequestError(f"a prompt must be a text or token ids, got {prompt!r}") from None
 
 
 def _paths(given: str | Path | Sequence[str | Path] | None) -> list[str | Path]:

@@ -56,7 +56,7 @@ class Request:
         self.drafters: tuple[Arm, ...] = ()
         self.observed = 0
         self.finish_reason: FinishReason | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.pieces: list[Piece] = []
         self.records: list[StepRecord] = []
         self.stats = RequestStats(prompt_tokens=len(prompt))
@@ -107,6 +107,11 @@ class Request:
             text += self.text.finish()
         self.pieces.append(Piece(token, text, Arm.PLAIN))
         return self.finish_reason is not None
+
+    def fail(self, error: BaseException) -> None:
+        """End the request by an error; a token drawn and not committed is forgotten."""
+        self.error = error
+        self.sampler.forget(self.generated)
 
     def credit(self, draft: Draft | None, accepted: int) -> None:
         """Name the drafter of the last cycle's accepted tokens (its last token is the target's own)."""

@@ -34,16 +34,21 @@ class TextStream:
     def push(self, token: int, *, may_stop: bool) -> str:
         """Add a token; returns the text that became final. Sets `stopped` when a stop text is complete.
 
+        Text that the tokenizer still holds back (byte tokens of a run) is looked at too, though it is not shown yet.
+
         may_stop   False before `min_tokens`: stop texts that end here are let through
         """
         self._held += self._detokenizer.push([token])
-        if not may_stop:
-            return self._release(len(self._held))
-        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
-        if found:
-            self.stopped = True
-            return self._release(min(found), drop=True)
-        return self._release(len(self._held) - self._hold())
+        if may_stop and self._stops:
+            text = self._held + self._detokenizer.pending()
+            at = self._find(text)
+            if at is not None:
+                self.stopped, self._held = True, text
+                return self._release(at, drop=True)
+        final = ""
+        while (at := self._find(self._held)) is not None:
+            final += self._release(at + 1)
+        return final + self._release(len(self._held) - self._hold())
 
     def finish(self) -> str:
         """The request ended otherwise: release what was held back, a torn last character included."""
@@ -51,6 +56,11 @@ class TextStream:
             return ""
         self._held += self._detokenizer.flush()
         return self._release(len(self._held))
+
+    def _find(self, text: str) -> int | None:
+        """Where the first complete stop text begins."""
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        return min(found) if found else None
 
     def _hold(self) -> int:
         """Length of the longest end of the held text with which a stop text begins."""

@@ -53,16 +53,24 @@ class Sampler:
         Raises RequestError when the row holds NaN, or when no token is allowed.
         """
         adjusted = self._adjust(row)
-        token = int(np.argmax(adjusted)) if self.params.greedy else self._draw(adjusted)
-        if not adjusted[token] > -np.inf:
+        best = int(np.argmax(adjusted))
+        if not adjusted[best] > -np.inf:  # argmax stops at a NaN
             raise RequestError(
                 f"no token can follow at output position {len(self.output)}: all logits are NaN or masked"
             )
+        token = best if self.params.greedy else self._draw(adjusted)
         if self.params.logprobs is not None:
             self.logprobs.append(raw_logprobs(row, token, self.params.logprobs))
         self.output.append(token)
         self._counts[token] += 1
         return token
+
+    def forget(self, length: int) -> None:
+        """Go back to the first `length` drawn tokens: those behind them were drawn and not committed."""
+        for token in self.output[length:]:
+            self._counts[token] -= 1
+        self._counts = +self._counts
+        del self.output[length:], self.logprobs[length:]
 
     def _adjust(self, row: Float32Array) -> Float32Array | Float64Array:
         """Bias, then penalties, then masks, then processors; the row itself where nothing is asked for."""
@@ -100,7 +108,7 @@ class Sampler:
     def _mask(self, logits: Float64Array) -> None:
         """Forbid stops before `min_tokens`, and the last token of every bad word that has been begun."""
         if len(self.output) < self.params.min_tokens:
-            logits[self._stop_ids[self._stop_ids < len(logits)]] = -np.inf
+            logits[self._stop_ids[(self._stop_ids >= 0) & (self._stop_ids < len(logits))]] = -np.inf
         for words in self.params.bad_words:
             lead = len(words) - 1
             if (
@@ -114,9 +122,9 @@ class Sampler:
         """Temperature, top-k, top-p, min-p, then the inverse of the cumulative distribution in order of token id."""
         params = self.params
         logits = adjusted.astype(np.float64)
+        if logits.max() == np.inf:  # a processor's way to say "this one"
+            logits = np.where(logits == np.inf, 0.0, -np.inf)
         ids = np.flatnonzero(logits > -np.inf)
-        if len(ids) == 0:
-            return 0
         with np.errstate(over="ignore"):  # a tiny temperature makes differences infinite, which is right
             logits = (logits[ids] - logits[ids].max()) / params.temperature
         ids, logits = filters.top_k(ids, logits, params.top_k)

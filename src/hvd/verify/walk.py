@@ -60,9 +60,14 @@ def _child(draft: Draft | None, node: int, token: int) -> int | None:
 
 def sound_part(draft: Draft | None, vocab_size: int, room: int) -> Draft | None:
     """The part of a draft that may be shown to the target: at most `room` nodes, cut before the first node whose id is
-    outside the vocabulary or whose parent does not stand before it. None when nothing is left."""
+    outside the vocabulary or whose parent does not stand before it. None when nothing is left. TypeError if they are
+    not integers."""
     if draft is None:
         return None
+    if draft.tokens.dtype.kind not in "iu" or draft.parents.dtype.kind not in "iu":
+        raise TypeError(
+            f"a draft's tokens and parents must be integers, got {draft.tokens.dtype}, {draft.parents.dtype}"
+        )
     order = np.arange(len(draft))
     bad = (draft.tokens < 0) | (draft.tokens >= vocab_size) | (draft.parents < ROOT) | (draft.parents >= order)
     sound = int(np.argmax(bad)) if bad.any() else len(draft)
