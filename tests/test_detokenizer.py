@@ -129,6 +129,26 @@ def test_cut_in_mid_character(kind: str) -> None:
         assert "\ufffd" not in "".join(out)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_what_is_pending_is_what_the_end_would_bring(kind: str, data: st.DataObject) -> None:
+    tokenizer = Tokenizer(KINDS[kind])
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=16))
+    detokenizer, text = IncrementalDetokenizer(tokenizer), ""
+    for count, id_ in enumerate(ids, 1):
+        text += detokenizer.push([id_])
+        assert text + detokenizer.pending() == tokenizer.decode(ids[:count])
+    assert detokenizer.pending() == detokenizer.flush()
+
+
+def test_a_byte_token_that_completes_a_character_is_pending_at_once() -> None:
+    detokenizer = IncrementalDetokenizer(Tokenizer(sentencepiece(prefix=True)))
+    assert (detokenizer.push([0x0A]), detokenizer.pending()) == ("", "\n")
+    assert (detokenizer.push([0xE2]), detokenizer.pending()) == ("", "\ufffd\ufffd")
+    assert (detokenizer.push([0x82]), detokenizer.push([0xAC]), detokenizer.pending()) == ("", "", "\n€")
+
+
 def test_text_comes_as_early_as_it_is_whole() -> None:
     tokenizer = Tokenizer(byte_level())
     ids = tokenizer.encode("a")

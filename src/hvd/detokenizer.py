@@ -12,6 +12,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,6 +37,14 @@ class IncrementalDetokenizer:
         """The rest, behind the last token. An unfinished character becomes replacement marks, as `decode` has it."""
         return self._stream.finish()
 
+    def pending(self) -> str:
+        """What `flush` would return now; goes on as if not asked. It may turn out otherwise with the next token.
+
+        Costs nothing while nothing is unfinished, else as much as the unfinished bytes; for a decoder that is asked
+        once, at the end, O(all ids).
+        """
+        return self._stream.peek()
+
 
 class _Stream(ABC):
     """Token strings in, final text out."""
@@ -45,6 +54,10 @@ class _Stream(ABC):
 
     @abstractmethod
     def finish(self) -> str: ...
+
+    @abstractmethod
+    def peek(self) -> str:
+        """What `finish` would return, without ending."""
 
 
 class _ByteStream(_Stream):
@@ -59,6 +72,9 @@ class _ByteStream(_Stream):
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def peek(self) -> str:
+        return self._decoder.getstate()[0].decode("utf-8", "replace")
 
 
 class _StepStream(_Stream):
@@ -78,6 +94,9 @@ class _StepStream(_Stream):
             tokens = step.feed(tokens) + step.finish()
         return "".join(tokens)
 
+    def peek(self) -> str:
+        return _StepStream(deepcopy(self._steps)).finish() if any(step.holds for step in self._steps) else ""
+
 
 class _WholeStream(_Stream):
     """A decoder that can't be followed step by step: all text comes at the end."""
@@ -93,6 +112,9 @@ class _WholeStream(_Stream):
     def finish(self) -> str:
         return str(self._decoder.decode(self._tokens))
 
+    def peek(self) -> str:
+        return self.finish()
+
 
 class _Step(ABC):
     @abstractmethod
@@ -100,6 +122,11 @@ class _Step(ABC):
 
     def finish(self) -> list[str]:
         return []
+
+    @property
+    def holds(self) -> bool:
+        """Whether `finish` has something to say."""
+        return False
 
 
 class _Replace(_Step):
@@ -124,6 +151,10 @@ class _ByteFallback(_Step):
             else:
                 out += [*self.finish(), token]
         return out
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._run)
 
     def finish(self) -> list[str]:
         run, self._run = bytes(self._run), bytearray()
