@@ -156,7 +156,7 @@ def test_stops_end_the_answer(fake: FakeTarget, run: Run) -> None:
         (("  \n",), ["prompt is empty"]),
         (("abc", "--policy", "fastest"), ["unknown policy 'fastest'", "match-len"]),
         (("abc", "--policy", "match-len:x"), ["match-len"]),
-        (("abc", "--policy", "hvd-paper"), ["hvd-paper", "predictor"]),
+        (("abc", "--policy", "hvd-paper", "--predictor", "none"), ["hvd-paper", "predictor"]),
         (("abc", "--temperature", "nan"), ["temperature", "nan"]),
         (("abc", "--temperature", "-0.1"), ["temperature", "-0.1"]),
         (("abc", "--temperature", "inf"), ["temperature", "inf"]),

@@ -62,7 +62,11 @@ _MODEL = (
     ),
     click.option("--threads", type=click.IntRange(1), help="CPU threads (all cores when not given)."),
     click.option("--eagle3", help="EAGLE3 head: directory or hub id."),
-    click.option("--predictor", multiple=True, help="Predictor made by 'hvd train predictor'; one of each kind."),
+    click.option(
+        "--predictor",
+        multiple=True,
+        help="Predictor made by 'hvd train predictor', one of each kind (default: the package's own; none: without).",
+    ),
     click.option("--cost", help="Cost file made by 'hvd profile' (this machine's own when not given)."),
 )
 
@@ -119,20 +123,17 @@ def _gathered(
 def check_policies(names: Sequence[str], predictors: Sequence[str]) -> list[Predictor]:
     """Read the predictor files and refuse what can't work, before a model is loaded.
 
-    Raises ConfigError for an unknown policy, one that needs a predictor and has none, or a predictor of a kind that no
-    policy takes while one of them goes without; PredictorError for a file that can't be read.
+    Raises ConfigError for an unknown policy, or one that needs a predictor and has none; PredictorError for a file that
+    can't be read.
     """
     from hvd.payoff.policy import make_policy, policy_class
-    from hvd.payoff.predictor import load_predictor
+    from hvd.payoff.shipped import gather_predictors
 
-    loaded: list[Predictor] = [load_predictor(path) for path in predictors]
-    by_kind = {predictor.kind: predictor for predictor in loaded}
-    wanted = {name: policy_class(name.partition(":")[0]).predictor_kind for name in names}
-    for name, kind in wanted.items():
+    by_kind = gather_predictors(predictors)
+    for name in names:
+        kind = policy_class(name.partition(":")[0]).predictor_kind
         make_policy(name, predictor=by_kind.get(kind) if kind else None)
-        if kind and kind not in by_kind and set(by_kind) - set(wanted.values()):
-            raise ConfigError(f"policy {name!r} takes a predictor of kind {kind!r}, got {', '.join(by_kind)}")
-    return loaded
+    return list(by_kind.values())
 
 
 def read_conversations(files: Sequence[str], split: str | None, limit: int | None, turns: int | None) -> list[Prompt]:

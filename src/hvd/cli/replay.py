@@ -55,7 +55,7 @@ def replay(
       hvd replay traces/ --cost cost.json --policies eagle3,hvd --head 0.75
     """
     from hvd.payoff.cost import CostModel
-    from hvd.payoff.predictor import load_predictor
+    from hvd.payoff.shipped import gather_predictors
     from hvd.training.simulate import replay_report
 
     names = [name.strip() for name in policies.split(",") if name.strip()]
@@ -65,7 +65,7 @@ def replay(
             traces,
             names,
             CostModel.load(cost),
-            predictors=[load_predictor(path) for path in predictor],
+            predictors=list(gather_predictors(predictor).values()),
             head=simulated,
             shared=shared,
             keep_loops=keep_loops,

@@ -29,8 +29,9 @@ from hvd.models.target import Target
 from hvd.payoff.cost import CostModel
 from hvd.payoff.history import History
 from hvd.payoff.policy import Policy, make_policy, policy_class
-from hvd.payoff.predictor import Predictor, load_predictor
+from hvd.payoff.predictor import Predictor
 from hvd.payoff.profile import load_or_profile
+from hvd.payoff.shipped import gather_predictors
 from hvd.tokenizer import Tokenizer
 from hvd.types import Arm, FinishReason, RequestStats, StepRecord, TokenLogprob
 from hvd.verify.sampler import LogitsProcessor
@@ -117,7 +118,8 @@ class LLM:
     backend    "auto", "onnx" or "torch"
     weights    "auto", "int4", "int8", "fp32" (onnx) or a torch dtype name
     eagle3     EAGLE3 head directory or hub id; None = no head
-    predictor  payoff predictor file, or one of each kind; None = decide from trie probabilities and recent outcomes
+    predictor  payoff predictor file, or one of each kind; None = those that ship with the package; "none" = decide from
+               trie probabilities and recent outcomes alone
     cost       cost file made by `hvd profile`; None = the one kept for this machine and model, made if there is none
     progress   called with (what, done, total) during long work
 
@@ -162,7 +164,7 @@ class LLM:
         costs = (
             CostModel.load(cost) if cost is not None else load_or_profile(target, drafters.get(Arm.EAGLE3), progress)
         )
-        self._assemble(target, tokenizer, drafters, costs, config, [load_predictor(path) for path in _paths(predictor)])
+        self._assemble(target, tokenizer, drafters, costs, config, list(gather_predictors(predictor).values()))
 
     @classmethod
     def from_parts(
@@ -350,13 +352,6 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
         return [operator.index(token) for token in prompt]
     except TypeError:
         raise RequestError(f"a prompt must be a text or token ids, got {prompt!r}") from None
-
-
-def _paths(given: str | Path | Sequence[str | Path] | None) -> list[str | Path]:
-    """One path, several or none, as a list."""
-    if given is None:
-        return []
-    return [given] if isinstance(given, str | Path) else list(given)
 
 
 def _completion(request: Request) -> Completion:

@@ -68,7 +68,7 @@ class Trace:
     id                     unique; the part before the first '#' is its group (one document, one task)
     model                  the target's name; "recorded" when the response was not written by a model of ours
     model_fingerprint      of the target (`TargetSpec.fingerprint`); "" when recorded
-    tokenizer_fingerprint  token ids of traces with different fingerprints must not be mixed
+    tokenizer_fingerprint  token ids of traces with different fingerprints mean different things
     prompt, response       int32 [p], int32 [n]; a response that ended by itself ends with its stop token
     token_classes          uint8 [V], class of every token id of the vocabulary (`hvd.tokenizer`)
     finish_reason          LENGTH and CANCELLED mean that the response would have gone on

@@ -55,35 +55,30 @@ class Walk:
 
 
 def walks(traces: Iterable[Trace], config: SuffixConfig | None = None, *, shared: bool = True) -> Iterator[Walk]:
-    """Walk traces in order, with one suffix cache.
+    """Walk traces in order, with one suffix cache for each tokenizer: token ids of others mean other things.
 
-    shared   responses serve later traces of the same data set (a scope each), as in a session; else every request
-             has only its own text
+    shared   responses serve later traces of the same model and data set (a scope each), as in a session; else every
+             request has only its own text
 
-    Traces without a prompt or a response are passed over. TraceError when they come from different tokenizers.
+    Traces without a prompt or a response are passed over.
     """
     config = config or SuffixConfig()
-    drafter: SuffixDrafter | None = None
-    fingerprint = ""
+    drafters: dict[str, SuffixDrafter] = {}
     for key, trace in enumerate(traces):
-        if drafter is None:
-            fingerprint = trace.tokenizer_fingerprint
-            drafter = SuffixDrafter(config, ANY_TOKEN, fingerprint)
-        if trace.tokenizer_fingerprint != fingerprint:
-            raise TraceError(
-                f"trace {trace.id} was made with another tokenizer than those before it; replay them separately"
-            )
+        fingerprint = trace.tokenizer_fingerprint
+        if fingerprint not in drafters:
+            drafters[fingerprint] = SuffixDrafter(config, ANY_TOKEN, fingerprint)
         if len(trace.prompt) and len(trace.response):
-            yield walk(trace, drafter, key, keep=shared)
+            yield walk(trace, drafters[fingerprint], key, keep=shared)
 
 
 def walk(trace: Trace, drafter: SuffixDrafter, key: int, *, keep: bool) -> Walk:
-    """Walk one trace in the scope of its data set. `keep`: its response may serve later traces of it."""
+    """Walk one trace in the scope of its model and data set. `keep`: its response may serve later traces of it."""
     response, limit = np.ascontiguousarray(trace.response, np.int32), token_limit(trace)
     drafts: list[Draft | None] = []
     payoffs = np.zeros(len(response), np.int32)
     hits = np.zeros(len(response), np.uint8)
-    drafter.open(key, trace.dataset)
+    drafter.open(key, f"{trace.model_fingerprint} {trace.dataset}")
     drafter.observe(key, np.ascontiguousarray(trace.prompt, np.int32), None, prompt=True)
     for position in range(len(response)):
         draft = drafter.propose(key, limit - position - 1)
