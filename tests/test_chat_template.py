@@ -34,6 +34,15 @@ def test_dialect(template: str, text: str) -> None:
     assert render_chat(template, USER, bos_token="<s>") == text
 
 
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 1 / 0 }}", "{{ messages[0].content[9].x }}", "{{ range(10**9) }}", "{{ 'x' + 1 }}"],
+)
+def test_a_template_that_fails_while_it_runs(template: str) -> None:
+    with pytest.raises(RequestError, match=r"chat template refuses these messages: .+"):
+        render_chat(template, USER)
+
+
 def test_without_generation_prompt() -> None:
     assert (
         render_chat(ROLES + "{% if add_generation_prompt %}>{% endif %}", USER, add_generation_prompt=False)

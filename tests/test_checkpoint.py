@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -365,6 +365,86 @@ class TestTornFiles:
         with pytest.raises(CheckpointError, match=r"config\.json"):
             load_checkpoint(model)
 
+    @pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+    def test_deep_nesting(self, model: Path, file: str) -> None:
+        if file.startswith("model"):
+            (model / "model.safetensors").unlink()
+        (model / file).write_text("[" * 100_000)
+        with pytest.raises(CheckpointError, match=file):
+            load_checkpoint(model)
+
+    @pytest.mark.parametrize("offsets", [["0", "128"], [0.0, 128.0], [False, 128], 5, [0, 9, 3], [2**70, 2**70 + 128]])
+    def test_offsets_of_other_kinds(self, offsets: object, tmp_path: Path) -> None:
+        header = json.dumps({"a": {"dtype": "F32", "shape": [32], "data_offsets": offsets}}).encode()
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 128)
+        with pytest.raises(CheckpointError, match="tensor a"):
+            SafetensorsFile(path)
+
+    def test_a_header_nested_too_deep(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.safetensors"
+        path.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
+        with pytest.raises(CheckpointError, match="header is no JSON"):
+            SafetensorsFile(path)
+
+    @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "", ".", "../a.safetensors"])
+    def test_an_index_of_impossible_names(self, model: Path, name: str) -> None:
+        (model / "model.safetensors").unlink()
+        (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(CheckpointError, match="lacks 1 of 1 files") as error:
+            load_checkpoint(model)
+        assert len(str(error.value)) < 500
+
+
+def each(key: str, values: Iterable[object]) -> list[tuple[str, dict[str, object]]]:
+    return [(key, {key: value}) for value in values]
+
+
+class TestValuesOfOtherKinds:
+    """Always one line that names the key."""
+
+    @pytest.mark.parametrize(
+        ("key", "options"),
+        [
+            *each("architectures", ("LlamaForCausalLM", 5, {"a": 1}, [None], [["x"]])),
+            *each("layer_types", ("full_attention", 5, {"a": 1}, [None], [[]])),
+            *each("rms_norm_eps", (0, -1e-5, "x", True, [], float("nan"), float("inf"), 10**400)),
+            *each("rope_theta", (0, -1.0, "x", False, float("nan"), float("inf"))),
+            *each("num_hidden_layers", (10**6, 10**12, 1.5, True)),
+            *each("head_dim", (0, 7, 2**40)),
+            ("max_position_embeddings", {"max_position_embeddings": 10**9}),
+            ("factor", {"rope_scaling": {"rope_type": "linear", "factor": 0}}),
+            ("factor", {"rope_scaling": {"rope_type": "yarn", "factor": float("nan")}}),
+            ("high_freq_factor", {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}),
+            ("rope_theta", {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
+            *each("eos_token_id", (True, -1, 1.5, "5", "", {}, 16, 2**70, [5, -1], [None], [[5]])),
+        ],
+    )
+    def test_config(self, model: Path, key: str, options: dict[str, Any]) -> None:
+        edit(model, **options)
+        (model / "generation_config.json").unlink()
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=key) as error:
+            load_checkpoint(model)
+        assert "\n" not in str(error.value)
+        assert len(str(error.value)) < 400
+
+    @pytest.mark.parametrize("value", ["x", [4], {}, 0.5, True, -1])
+    def test_sliding_window(self, value: Any) -> None:
+        with pytest.raises(CheckpointError, match="sliding_window"):
+            read_hf_config(config_of("mistral") | {"sliding_window": value})
+
+    @pytest.mark.parametrize("value", [True, -1, 1.5, "5", 16, 2**70, [5, "x"]])
+    def test_generation_config(self, model: Path, value: Any) -> None:
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id must be ids from 0 to 15"):
+            load_checkpoint(model)
+
+    @pytest.mark.parametrize("value", [None, [], [3], 3])
+    def test_null_says_nothing(self, model: Path, value: Any) -> None:
+        edit(model, eos_token_id=3)
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        assert load_checkpoint(model).eos_token_ids == (3,)
+
 
 class TestFingerprint:
     def test_same_for_a_copy(self, model: Path, tmp_path: Path) -> None:
@@ -438,6 +518,26 @@ class TestSources:
             load_checkpoint(tmp_path / "missing")
         with pytest.raises(ModelError, match=r"no model at 'x/y\.gguf'"):
             load_checkpoint("x/y.gguf")
+
+    @pytest.mark.parametrize("name", ["", "  "])
+    def test_no_name(self, name: str) -> None:
+        with pytest.raises(ModelError, match="model name is empty"):
+            load_checkpoint(name)
+
+    @pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
+    def test_names_that_no_file_has(self, name: str) -> None:
+        with pytest.raises(ModelError, match="no model at"):
+            load_checkpoint(name)
+
+    def test_directory_of_a_gguf_file(self, tmp_path: Path) -> None:
+        (tmp_path / "a.gguf").write_bytes(b"GGUF")
+        with pytest.raises(ModelError, match=r"give that file: '.*a\.gguf'"):
+            load_checkpoint(tmp_path)
+
+    def test_a_text_file(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("hello")
+        with pytest.raises(ModelError, match=r"neither a GGUF file nor a directory with config\.json"):
+            load_checkpoint(tmp_path / "notes.txt")
 
     def test_directory_without_config(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"has no config\.json"):

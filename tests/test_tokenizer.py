@@ -190,6 +190,34 @@ class TestDirectory:
         with pytest.raises(CheckpointError, match="id 5 by tokenizer_config"):
             Tokenizer.from_directory(directory)
 
+    @pytest.mark.parametrize(
+        "added",
+        ["x", [1], 5, {"x": {"content": "a"}}, {"5": "x"}, {"5": {}}, {"5": {"content": 5}}, {"-1": {"content": "a"}}],
+    )
+    def test_added_tokens_of_another_kind_are_refused(self, directory: Path, added: Any) -> None:
+        write(directory / "tokenizer_config.json", {"added_tokens_decoder": added})
+        with pytest.raises(CheckpointError, match="added_tokens_decoder must be ids with tokens"):
+            Tokenizer.from_directory(directory)
+
+    @pytest.mark.parametrize(
+        "template", [[{"name": "default"}], [{"template": "x"}], ["x"], [{"name": [], "template": ""}]]
+    )
+    def test_a_list_without_a_template_is_refused(self, directory: Path, template: Any) -> None:
+        write(directory / "tokenizer_config.json", {"chat_template": template})
+        with pytest.raises(CheckpointError, match="chat_template in a list needs"):
+            Tokenizer.from_directory(directory)
+
+    def test_a_template_that_is_no_text_is_refused(self, directory: Path) -> None:
+        (directory / "chat_template.jinja").write_bytes(b"\xff\xfe{")
+        with pytest.raises(CheckpointError, match=r"chat_template\.jinja can't be read"):
+            Tokenizer.from_directory(directory)
+
+    @pytest.mark.parametrize("file", ["tokenizer_config.json", "generation_config.json"])
+    def test_deep_nesting_is_refused(self, directory: Path, file: str) -> None:
+        (directory / file).write_text("[" * 100_000)
+        with pytest.raises(CheckpointError, match=file):
+            Tokenizer.from_directory(directory)
+
     def test_transformers_reads_the_same(self, directory: Path) -> None:
         from transformers import AutoTokenizer
 

@@ -36,12 +36,10 @@ def render_chat(
     if not plain:
         raise RequestError("messages must not be empty")
     compiled = _compile(template)
-    from jinja2 import TemplateError
-
     try:
         return compiled.render(messages=plain, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise RequestError(f"the chat template refuses these messages: {error}") from error
+    except Exception as error:  # a template is a program: it can fail in any way
+        raise RequestError(f"the chat template refuses these messages: {str(error) or type(error).__name__}") from error
 
 
 def _plain_message(message: Message, knows_tools: bool, knows_calls: bool) -> dict[str, object]:
@@ -78,7 +76,7 @@ def _text_of_part(part: object) -> str:
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> Template:
-    from jinja2 import TemplateError, nodes
+    from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -100,7 +98,7 @@ def _compile(template: str) -> Template:
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return environment.from_string(template)
-    except TemplateError as error:
+    except Exception as error:  # jinja2's own, and Python's for what jinja2 made of it
         raise RequestError(f"the model's chat template is faulty: {error}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import string
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -24,6 +25,7 @@ __all__ = ["IncrementalDetokenizer", "TokenClass", "Tokenizer", "read_eos_token_
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MAX_ID = 2**31
+_ID = re.compile("[0-9]{1,10}")
 _TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 SPACE_MARK = "\u2581"
 
@@ -236,14 +238,20 @@ def _size_of(inner: tokenizers.Tokenizer, added: Mapping[int, AddedToken]) -> in
     return size
 
 
-def read_eos_token_ids(path: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of a Hugging Face directory: generation_config.json's, else config.json's, else none."""
+def read_eos_token_ids(path: Path, vocab_size: int = _MAX_ID) -> tuple[int, ...]:
+    """End-of-sequence ids of a Hugging Face directory: generation_config.json's, else config.json's, else none.
+
+    CheckpointError for what is no id below `vocab_size`.
+    """
     for file in ("generation_config.json", "config.json"):
-        ids = _read_json(path / file).get("eos_token_id")
-        if isinstance(ids, int):
-            return (ids,)
+        stated = _read_json(path / file).get("eos_token_id")
+        ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
+        if any(type(id_) is not int or not 0 <= id_ < vocab_size for id_ in ids):
+            raise CheckpointError(
+                f"{path / file}: eos_token_id must be ids from 0 to {vocab_size - 1}, got {str(stated)[:60]!r}"
+            )
         if ids:
-            return tuple(int(id_) for id_ in ids)
+            return tuple(ids)
     return ()
 
 
@@ -261,16 +269,28 @@ def _read_inner(path: Path) -> tokenizers.Tokenizer:
 def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
     """Add the tokens that tokenizer_config.json knows and tokenizer.json does not."""
     known = {token.content for token in inner.get_added_tokens_decoder().values()}
-    described = config.get("added_tokens_decoder") or {}
-    for id_, token in sorted(described.items(), key=lambda item: int(item[0])):
+    for id_, token in _described(config):
         content = token["content"]
         if content not in known:
             flags = {key: bool(token[key]) for key in _TOKEN_FLAGS if key in token}
             inner.add_tokens([AddedToken(content, **flags)])
             known.add(content)
-        if (other := inner.token_to_id(content)) != int(id_):
+        if (other := inner.token_to_id(content)) != id_:
             raise CheckpointError(f"token {content!r}: id {id_} by tokenizer_config.json, {other} by tokenizer.json")
     inner.add_special_tokens([AddedToken(text, normalized=False) for text in special.values() if text not in known])
+
+
+def _described(config: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]]]:
+    """Ids and tokens of added_tokens_decoder, by id."""
+    described = config.get("added_tokens_decoder") or {}
+    tokens: list[tuple[int, Mapping[str, Any]]] = []
+    for id_, token in described.items() if isinstance(described, Mapping) else [("", described)]:
+        if not (isinstance(token, Mapping) and isinstance(token.get("content"), str) and _ID.fullmatch(id_)):
+            raise CheckpointError(
+                f"tokenizer_config.json: added_tokens_decoder must be ids with tokens, got {str((id_, token))[:60]}"
+            )
+        tokens.append((int(id_), token))
+    return sorted(tokens, key=lambda entry: entry[0])
 
 
 def _token_text(token: object) -> str | None:
@@ -281,10 +301,18 @@ def _token_text(token: object) -> str | None:
 
 def _read_template(path: Path, config: Mapping[str, Any]) -> str | None:
     if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+        try:
+            return (path / "chat_template.jinja").read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path / 'chat_template.jinja'} can't be read: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):  # several by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        try:
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path / 'tokenizer_config.json'}: a chat_template in a list needs a name and a template"
+            ) from error
     return template if isinstance(template, str) else None
 
 
@@ -294,7 +322,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no JSON object")

@@ -100,10 +100,16 @@ def load_checkpoint(source: str | Path) -> Checkpoint:
     Raises UnsupportedModelError for what is not decoded here, CheckpointError for missing, torn or inconsistent files,
     ModelError when nothing is found.
     """
-    path = Path(source).expanduser()
-    if path.is_dir():
+    if not str(source).strip():
+        raise ModelError("the model name is empty; give a Hugging Face directory, a .gguf file or a hub id")
+    try:
+        path = Path(source).expanduser()
+        is_directory, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, with a null byte, of an unknown user
+        raise ModelError(f"no model at '{str(source)[:100]}': {error}") from error
+    if is_directory:
         return _load_directory(path, path.resolve().name)
-    if path.is_file():
+    if is_file:
         return _load_file(path)
     if _HUB_ID.fullmatch(str(source)) and path.suffix not in (".gguf", ".safetensors", ".bin"):
         return _load_directory(_download(str(source)), str(source))
@@ -116,20 +122,28 @@ def load_checkpoint(source: str | Path) -> Checkpoint:
 def _load_directory(path: Path, name: str) -> Checkpoint:
     from hvd.models.hf_checkpoint import HFCheckpoint
 
+    files = sorted(path.glob("*.gguf"))
+    if files and not (path / "config.json").exists():
+        more = f" (or one of {len(files) - 1} more)" if len(files) > 1 else ""
+        raise ModelError(f"{path} has no config.json, but a GGUF file; give that file: '{files[0]}'{more}")
     return HFCheckpoint(path, name)
 
 
 def _load_file(path: Path) -> Checkpoint:
     from hvd.models.gguf_checkpoint import GGUFCheckpoint
 
-    with path.open("rb") as file:
-        magic = file.read(4)
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}") from error
     if magic == b"GGUF" or path.suffix == ".gguf":
         return GGUFCheckpoint(path)
     if path.suffix == ".safetensors":
         raise ModelError(f"{path} is one file of a checkpoint; give its directory, '{path.parent}'")
     raise ModelError(
-        f"{path} is neither a GGUF file nor a directory; pickled weights (.bin, .pt) are not read, safetensors are"
+        f"{path} is neither a GGUF file nor a directory with config.json; pickled weights (.bin, .pt) "
+        "are not read, safetensors are"
     )
 
 
@@ -187,6 +201,11 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 def check_tensors(where: Path, config: ModelConfig, found: Mapping[str, Shape]) -> None:
     """Compare all tensors with what the configuration asks for; one CheckpointError names everything that is wrong."""
+    if config.num_layers > len(found):  # not looked up one by one: a garbled number can be huge
+        raise CheckpointError(
+            f"{where}: the configuration says {config.num_layers} layers (num_hidden_layers), the files hold "
+            f"{len(found)} tensors"
+        )
     expected = expected_shapes(config)
     missing = [name for name in expected if name not in found]
     extra = [name for name in found if name not in expected]

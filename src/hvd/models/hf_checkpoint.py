@@ -39,7 +39,7 @@ class HFCheckpoint(Checkpoint):
                 {file.path for file in self._files.values()} | {index for index in [path / _INDEX] if index.is_file()}
             ),
         )
-        self.eos_token_ids = read_eos_token_ids(path)
+        self.eos_token_ids = read_eos_token_ids(path, self.config.vocab_size)
 
     def tensor(self, name: str) -> Float32Array:
         """See `Checkpoint.tensor`."""
@@ -81,15 +81,21 @@ def _open_shards(path: Path) -> dict[str, SafetensorsFile]:
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{path / _INDEX} has no weight_map of tensor names to files")
     shards = sorted(set(weight_map.values()))
-    if missing := [shard for shard in shards if "/" in shard or not (path / shard).is_file()]:
-        raise CheckpointError(
-            f"{path} lacks {len(missing)} of {len(shards)} files of weights: {', '.join(missing[:5])}"
-        )
+    if missing := [shard for shard in shards if not _is_file(path, shard)]:
+        names = ", ".join(shard[:80] for shard in missing[:5])
+        raise CheckpointError(f"{path} lacks {len(missing)} of {len(shards)} files of weights: {names}")
     files = {shard: SafetensorsFile(path / shard) for shard in shards}
     for name, shard in weight_map.items():
         if name not in files[shard]:
             raise CheckpointError(f"{path / shard} lacks tensor {name}, which {_INDEX} says it holds")
     return {name: files[shard] for name, shard in weight_map.items()}
+
+
+def _is_file(path: Path, name: str) -> bool:
+    try:
+        return "/" not in name and (path / name).is_file()
+    except (OSError, ValueError):  # too long a name, or one with a null byte
+        return False
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path.parent} has no {path.name}; is it the directory of a Hugging Face checkpoint?"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no JSON object")

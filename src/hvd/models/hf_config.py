@@ -14,6 +14,8 @@ from hvd.models.config import FAMILIES, ModelConfig, RopeConfig
 Json = Mapping[str, Any]
 
 SUPPORTED = "supported are dense decoders of the families Llama, Mistral, Qwen2 and Qwen3"
+MOST_POSITIONS = 2**24
+_HUGE = 1e30
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 _ARCHITECTURES = {
@@ -56,7 +58,7 @@ def read_hf_config(config: Json) -> ModelConfig:
     family = _family(config)
     _refuse_other_kinds(config)
     heads, hidden = _integer(config, "num_attention_heads"), _integer(config, "hidden_size")
-    context = _integer(config, "max_position_embeddings", _CONTEXT[family])
+    context = _integer(config, "max_position_embeddings", _CONTEXT[family], most=MOST_POSITIONS)
     default_kv_heads = heads if "num_key_value_heads" in config else _KV_HEADS.get(family, heads)
     kv_heads = _integer(config, "num_key_value_heads", default_kv_heads)
     _refuse_sliding_window(family, config, context)
@@ -65,6 +67,9 @@ def read_hf_config(config: Json) -> ModelConfig:
         raise CheckpointError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
+    head_dim = _integer(config, "head_dim", 128 if family == "qwen3" else hidden // heads)
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim must be even, got {head_dim}")
     return ModelConfig(
         family=family,
         vocab_size=_integer(config, "vocab_size"),
@@ -73,8 +78,8 @@ def read_hf_config(config: Json) -> ModelConfig:
         num_layers=_integer(config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_integer(config, "head_dim", 128 if family == "qwen3" else hidden // heads),
-        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        head_dim=head_dim,
+        norm_eps=read_number(config, "rms_norm_eps", 1e-6),
         context_limit=context,
         rope=read_rope(config, context),
         qkv_bias=bias or family == "qwen2",
@@ -110,7 +115,7 @@ def _refuse_other_kinds(config: Json) -> None:
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if config.get(key):
             refuse(f"a mixture of experts ({key} in config.json) is")
-    if any(name != _ARCHITECTURES[family] for name in config.get("architectures") or ()):
+    if any(name != _ARCHITECTURES[family] for name in _texts(config, "architectures")):
         refuse(f"architecture {config['architectures']} of model type '{family}' is")
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         refuse(f"activation function '{activation}' (only silu is) is")
@@ -118,12 +123,14 @@ def _refuse_other_kinds(config: Json) -> None:
 
 def _refuse_sliding_window(family: str, config: Json, context: int) -> None:
     """Mistral's window is on unless null, Qwen's off unless use_sliding_window; one as large as the context is none."""
-    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-        refuse(f"layer types {sorted(set(config['layer_types']))} other than full_attention are")
+    kinds = _texts(config, "layer_types")
+    if any(kind != "full_attention" for kind in kinds):
+        refuse(f"layer types {sorted(set(kinds))} other than full_attention are")
     layers, first = _integer(config, "num_hidden_layers"), _integer(config, "max_window_layers", 28, least=0)
     active = family == "mistral" or (family.startswith("qwen") and config.get("use_sliding_window") and first < layers)
-    window = config.get("sliding_window", _SLIDING_WINDOW)
-    if active and window is not None and window < context:
+    if not active or config.get("sliding_window", _SLIDING_WINDOW) is None:
+        return
+    if (window := _integer(config, "sliding_window", _SLIDING_WINDOW)) < context:
         refuse(f"a sliding window ({window} of {context} positions) is")
 
 
@@ -143,22 +150,28 @@ def read_rope(config: Json, context: int) -> RopeConfig:
         1.0,
     ):
         refuse(f"a partial rotary factor of {partial} is")
-    theta = _number(rope, "rope_theta", _number(config, "rope_theta", 10000.0))
+    theta = read_number(rope, "rope_theta", read_number(config, "rope_theta", 10000.0))
     if kind == "default":
         return RopeConfig(theta=theta)
+    if kind == "yarn" and theta <= 1.0:
+        raise CheckpointError(f"config.json: rope_theta must be more than 1 for yarn, got {theta}")
     original = _original_positions(kind, rope, config, context)
+    low = read_number(rope, "low_freq_factor", None if kind == "llama3" else 1.0)
+    high = read_number(rope, "high_freq_factor", None if kind == "llama3" else 4.0)
+    if kind == "llama3" and low >= high:
+        raise CheckpointError(f"config.json: high_freq_factor must be more than low_freq_factor, got {high} and {low}")
     return RopeConfig(
         theta=theta,
         kind=kind,
-        factor=_number(rope, "factor", context / original if kind == "yarn" else None),
+        factor=read_number(rope, "factor", context / original if kind == "yarn" else None),
         original_positions=original,
-        low_freq_factor=_number(rope, "low_freq_factor", None if kind == "llama3" else 1.0),
-        high_freq_factor=_number(rope, "high_freq_factor", None if kind == "llama3" else 4.0),
-        attention_factor=None if rope.get("attention_factor") is None else _number(rope, "attention_factor"),
-        beta_fast=_number(rope, "beta_fast", 32.0) or 32.0,
-        beta_slow=_number(rope, "beta_slow", 1.0) or 1.0,
-        mscale=_number(rope, "mscale", 0.0),
-        mscale_all_dim=_number(rope, "mscale_all_dim", 0.0),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        attention_factor=None if rope.get("attention_factor") is None else read_number(rope, "attention_factor"),
+        beta_fast=read_number(rope, "beta_fast", 32.0, zero=True) or 32.0,
+        beta_slow=read_number(rope, "beta_slow", 1.0, zero=True) or 1.0,
+        mscale=read_number(rope, "mscale", 0.0, zero=True),
+        mscale_all_dim=read_number(rope, "mscale_all_dim", 0.0, zero=True),
         truncate=bool(rope.get("truncate", True)),
     )
 
@@ -173,17 +186,35 @@ def _original_positions(kind: str, rope: Json, config: Json, context: int) -> in
     return _integer(rope, "original_max_position_embeddings", context)
 
 
-def _integer(config: Json, key: str, default: int | None = None, *, least: int = 1) -> int:
+def _integer(config: Json, key: str, default: int | None = None, *, least: int = 1, most: int = 2**31 - 1) -> int:
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise CheckpointError(f"config.json: {key} must be a whole number from {least} on, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise CheckpointError(f"config.json: {key} must be a whole number from {least} to {most}, got {_short(value)}")
     return value
 
 
-def _number(config: Json, key: str, default: float | None = None) -> float:
+def read_number(config: Json, key: str, default: float | None = None, *, zero: bool = False) -> float:
+    """A positive (or `zero`), finite number; `default` where it is null or missing. CheckpointError for others."""
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckpointError(f"config.json: {key} must be a number, got {value!r}")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or not number or not (0 < value < _HUGE or (zero and value == 0)):
+        raise CheckpointError(f"config.json: {key} must be a positive, finite number, got {_short(value)}")
     return float(value)
+
+
+def _texts(config: Json, key: str) -> list[str]:
+    """A list of strings; [] where it is null or missing."""
+    value = config.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise CheckpointError(f"config.json: {key} must be a list of strings, got {_short(value)}")
+    return value
+
+
+def _short(value: object) -> str:
+    """A value as a message shows it: one line, not too long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -55,7 +55,7 @@ class SafetensorsFile:
             raise self._torn(f"its header claims {size} bytes of the file's {len(self._data)}")
         try:
             header = json.loads(self._data[8 : 8 + size].tobytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._torn(f"its header is no JSON: {error}") from error
         if not isinstance(header, dict):
             raise self._torn("its header is no JSON object")
@@ -63,7 +63,9 @@ class SafetensorsFile:
 
     def _check(self, name: str) -> None:
         try:
-            kind, shape, (start, end) = self.kind(name), self.shape(name), self._header[name]["data_offsets"]
+            kind, shape, (start, end) = self.kind(name), self._header[name]["shape"], self._header[name]["data_offsets"]
+            if any(type(number) is not int for number in (*shape, start, end)):
+                raise TypeError("not whole numbers")
         except (KeyError, TypeError, ValueError) as error:
             raise self._torn(f"the entry of tensor {name} is malformed") from error
         if kind not in _DTYPES:
@@ -89,7 +91,7 @@ class SafetensorsFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
-        return tuple(int(size) for size in self._header[name]["shape"])
+        return tuple(self._header[name]["shape"])
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """Bytes of a tensor, uint8 [n], not copied."""
