@@ -20,6 +20,7 @@ from hvd.models.checkpoint import expected_shapes, load_checkpoint
 from hvd.models.gguf_checkpoint import dequantize, hugging_face_name, rotate_half_rows
 from hvd.models.gguf_config import llama3_divisors, read_gguf_config
 from hvd.models.gguf_file import TYPE_NAMES, GGUFFile
+from hvd.models.gguf_tokenizer import read_eos_ids
 
 TO_GGUF = {
     "model.embed_tokens": "token_embd",
@@ -492,6 +493,55 @@ class TestFile:
             except (CheckpointError, UnsupportedModelError):
                 refused += 1
         assert refused > 100
+
+    @pytest.mark.parametrize("content", [b"", b"GGUF"])
+    def test_empty(self, content: bytes, path: Path) -> None:
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"model\.gguf"):
+            load_checkpoint(path)
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            *(("split.count", value) for value in ("x", 1.5, True, [1, 2])),
+            *(("general.alignment", value) for value in ("x", 1.5, True, [1, 2], 0)),
+            *(("tokenizer.ggml.tokens", value) for value in ("x", 5, [1, 2])),
+            *(("tokenizer.ggml.token_type", value) for value in ("x", 5, ["a"], [1.5])),
+        ],
+    )
+    def test_values_of_other_kinds(self, key: str, value: Any, path: Path) -> None:
+        writer = gguf.GGUFWriter(path, "llama")
+        add: dict[type, Any] = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        (add | {bool: writer.add_bool, list: writer.add_array})[type(value)](key, value)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(CheckpointError, match=key.removeprefix("general.")):
+            read_eos_ids(GGUFFile(path).metadata)
+
+    @pytest.mark.parametrize("shape", [(0,), (0, 32), (32, 0)])
+    def test_a_tensor_of_nothing(self, shape: tuple[int, ...], path: Path) -> None:
+        entry = (
+            struct.pack("<Q1sI", 1, b"t", len(shape))
+            + struct.pack(f"<{len(shape)}Q", *shape)
+            + struct.pack("<IQ", 0, 0)
+        )
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + entry + b"\0" * 64)
+        with pytest.raises(CheckpointError, match="tensor t of shape"):
+            GGUFFile(path)
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+    @pytest.mark.parametrize("key", ["attention.layer_norm_rms_epsilon", "rope.freq_base"])
+    def test_numbers_out_of_range(self, key: str, value: float, path: Path, tensors: dict[str, NDArray[Any]]) -> None:
+        with pytest.raises(CheckpointError, match=rf"model\.gguf: llama {key} must be a positive, finite number"):
+            load_checkpoint(write(path, tensors, more={key: value}))
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf, 0, -1])
+    def test_rotary_divisors_out_of_range(self, value: float, path: Path, tensors: dict[str, NDArray[Any]]) -> None:
+        divisors = np.array([1, 2, value, 3], np.float32)
+        with pytest.raises(CheckpointError, match=r"rope_freqs\.weight must hold positive"):
+            load_checkpoint(write(path, tensors, extra={"rope_freqs.weight": divisors}))
 
     @pytest.mark.parametrize(("version", "named"), [(1, "version 1"), (3 << 24, "big-endian")])
     def test_other_versions(self, version: int, named: str, path: Path) -> None:

@@ -46,6 +46,32 @@ def sentencepiece(**more: Any) -> dict[str, Any]:
     return golden | {f"ggml.{key}": value for key, value in (named | more).items()}
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("model", value) for value in (5, ["gpt2"], True)),
+        *(("pre", value) for value in (5, ["a"], 1.5)),
+        *(("tokens", value) for value in ("abc", 5, [1, 2], [1.5])),
+        *(("token_type", value) for value in ("abc", 5, ["a"], [1.5])),
+        *(("merges", value) for value in ("1 2", 5, [1, 2], ["12"], ["q z"])),
+    ],
+)
+def test_metadata_of_other_kinds_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=key):
+        read(byte_level(**{key: value}))
+
+
+@pytest.mark.parametrize("scores", ["x", 5, ["a"], [1, 2], [0.5]])
+def test_scores_of_other_kinds_are_refused(scores: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.scores"):
+        read(sentencepiece(scores=scores))
+
+
+def test_a_chat_template_that_is_no_text_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.chat_template"):
+        read(byte_level() | {"chat_template": [1]})
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"{case['model'][:5]}-{case['pre']}")
 def test_byte_level_ids_are_llama_cpps(case: dict[str, Any], models_dir: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from hvd.errors import CheckpointError
 from hvd.models.config import ModelConfig, RopeConfig
 from hvd.models.gguf_file import GGUFFile
-from hvd.models.hf_config import refuse
+from hvd.models.hf_config import MOST_POSITIONS, read_number, refuse
 from hvd.types import Float32Array
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's GGUF files say "llama"
@@ -27,23 +27,26 @@ class _Keys:
     def get(self, key: str, default: Any = None) -> Any:
         return self._file.metadata.get(f"{self._prefix}.{key}", default)
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = 2**31 - 1) -> int:
         value = self.get(key, default)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]  # one number a layer
         if isinstance(value, list):
             refuse(f"{self._prefix}.{key} that differs between layers is")
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise CheckpointError(
-                f"{self._file.path}: {self._prefix}.{key} must be a whole number from {least} on, got {value!r}"
+                f"{self._file.path}: {self._prefix}.{key} must be a whole number from {least} to {most}, got {value!r}"
             )
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{self._file.path}: {self._prefix}.{key} must be a number, got {value!r}")
-        return float(value)
+    def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
+        """A positive (or `zero`), finite number."""
+        try:
+            return read_number({key: self.get(key)}, key, default, zero=zero)
+        except CheckpointError as error:
+            raise CheckpointError(
+                str(error).replace("config.json:", f"{self._file.path}: {self._prefix}", 1)
+            ) from error
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
@@ -56,6 +59,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     if heads % kv_heads:
         raise CheckpointError(f"{file.path}: {heads} attention heads are not a multiple of {kv_heads} key/value heads")
     head_dim = keys.integer("attention.key_length", hidden // heads)
+    if head_dim % 2:
+        raise CheckpointError(f"{file.path}: heads must have an even number of features, got {head_dim}")
     if (value_dim := keys.integer("attention.value_length", head_dim)) != head_dim:
         refuse(f"heads with keys of {head_dim} and values of {value_dim} are")
     if (rotary := keys.integer("rope.dimension_count", head_dim)) != head_dim:
@@ -70,7 +75,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         norm_eps=_shortest(keys.number("attention.layer_norm_rms_epsilon")),
-        context_limit=keys.integer("context_length"),
+        context_limit=keys.integer("context_length", most=MOST_POSITIONS),
         rope=_rope(file, keys, head_dim),
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
@@ -109,18 +114,23 @@ def _shortest(value: float) -> float:
 
 def _rope(file: GGUFFile, keys: _Keys, head_dim: int) -> RopeConfig:
     theta = _shortest(keys.number("rope.freq_base", 10000.0))
-    factor = _shortest(keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)))
+    linear = keys.number("rope.scale_linear", 1.0, zero=True)
+    factor = _shortest(keys.number("rope.scaling.factor", linear, zero=True)) or 1.0  # 0 stands for none, too
     kind = keys.get(
         "rope.scaling.type", "linear" if keys.get("rope.scale_linear") else "none"
     )  # old files have scale_linear alone
     if kind not in ("none", "linear", "yarn"):
         refuse(f"rope scaling '{kind}' (only none, linear and yarn are) is")
     for key, neutral in _NEUTRAL_KEYS.items():
-        if keys.number(key, neutral) != neutral:
+        if keys.number(key, neutral, zero=True) != neutral:
             refuse(f"{key} = {keys.get(key)} in {file.path} is")
     if ROPE_FACTORS in file.tensors:
         if kind != "none":
             refuse(f"{ROPE_FACTORS} together with rope scaling '{kind}' is")
+        if file.tensors[ROPE_FACTORS].kind != "F32":
+            raise CheckpointError(
+                f"{file.path}: tensor {ROPE_FACTORS} must be F32, not {file.tensors[ROPE_FACTORS].kind}"
+            )
         return _llama3(theta, file.tensors[ROPE_FACTORS].data.reshape(-1).view(np.float32), head_dim)
     if kind == "none" or factor == 1.0:
         return RopeConfig(theta=theta)
@@ -132,8 +142,8 @@ def _rope(file: GGUFFile, keys: _Keys, head_dim: int) -> RopeConfig:
         kind=kind,
         factor=factor,
         original_positions=original,
-        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
+        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0, zero=True) or 32.0,
+        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0, zero=True) or 1.0,
     )
 
 
@@ -149,6 +159,8 @@ def _llama3(theta: float, divisors: Float32Array, head_dim: int) -> RopeConfig:
         raise CheckpointError(
             f"{ROPE_FACTORS} has {len(divisors)} numbers, a head of {head_dim} needs {len(rotations)}"
         )
+    if not np.isfinite(divisors).all() or divisors.min() <= 0:
+        raise CheckpointError(f"{ROPE_FACTORS} must hold positive, finite numbers")
     factor = float(divisors.max())
     if factor == 1.0 and divisors.min() == 1.0:
         return RopeConfig(theta=theta)
@@ -156,10 +168,11 @@ def _llama3(theta: float, divisors: Float32Array, head_dim: int) -> RopeConfig:
     if between.sum() >= 2:
         s = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
         slope, offset = np.polyfit(rotations[between], s, 1)
-        high = 1 - 1 / offset
-        original = round(slope * (high - 1))
-        rope = RopeConfig(theta, "llama3", factor, original, 1.0, round(high, 4))
-        if np.allclose(llama3_divisors(rope, rotations), divisors, rtol=1e-3):
+        high = 1 - 1 / offset if offset else math.inf
+        original = slope * (high - 1)
+        fits = 1.0 < high < 1e6 and 1.0 <= original < MOST_POSITIONS
+        rope = RopeConfig(theta, "llama3", factor, round(original) if fits else 0, 1.0, round(high, 4))
+        if fits and np.allclose(llama3_divisors(rope, rotations), divisors, rtol=1e-3):
             return rope
     refuse(f"{ROPE_FACTORS} that is not Llama 3's rope scaling (or of too few frequencies to tell) is")
 

@@ -95,14 +95,15 @@ class GGUFFile:
         for _ in range(pairs):
             key = self._string()
             self.metadata[key] = self._value(self._u32())
-        if self.metadata.get("split.count", 0) > 1:
-            raise UnsupportedModelError(
-                f"{self.path} is one of {self.metadata['split.count']} pieces; merge them with llama-gguf-split"
-            )
+        pieces = self.metadata.get("split.count", 0)
+        if type(pieces) is not int:
+            raise self._torn(f"its split.count is {str(pieces)[:60]!r}")
+        if pieces > 1:
+            raise UnsupportedModelError(f"{self.path} is one of {pieces} pieces; merge them with llama-gguf-split")
         entries = [self._tensor_entry() for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise self._torn(f"its alignment is {alignment!r}")
+        if type(alignment) is not int or alignment < 1:
+            raise self._torn(f"its alignment is {str(alignment)[:60]!r}")
         start = -(-self._at // alignment) * alignment
         content = np.frombuffer(self._map, np.uint8)
         for name, shape, type_number, offset in entries:
@@ -167,7 +168,7 @@ class GGUFFile:
                 f"{self.path}: tensor {name} has {_foreign_type(type_number)}; read are {', '.join(TYPE_NAMES)}"
             )
         kind, floats, size = _TYPES[type_number]
-        if not shape or shape[-1] % floats:
+        if not shape or min(shape) < 1 or shape[-1] % floats:
             raise self._torn(f"tensor {name} of shape {shape} does not divide into {kind} blocks")
         row_bytes = shape[-1] // floats * size
         end = start + math.prod(shape[:-1]) * row_bytes

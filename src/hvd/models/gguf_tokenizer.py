@@ -6,7 +6,7 @@ to NFC, although Qwen's own tokenizer.json is: no reader of GGUF files does, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tokenizers
@@ -51,14 +51,14 @@ _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 def read_gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     """Build the tokenizer. UnsupportedModelError for other kinds, CheckpointError for faulty metadata."""
     metadata = file.metadata
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = _array(metadata, "tokens", str)
     if not tokens:
         raise CheckpointError(f"{file.path} holds no tokenizer (tokenizer.ggml.tokens)")
-    kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    kinds = _array(metadata, "token_type", int) or [_NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise CheckpointError(f"{file.path} has {len(kinds)} token types for {len(tokens)} tokens")
     builders: dict[str, Callable[..., tokenizers.Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}
-    model = metadata.get("tokenizer.ggml.model")
+    model = _text(metadata, "tokenizer.ggml.model")
     if model not in builders:
         raise UnsupportedModelError(f"{file.path} has a tokenizer of kind '{model}'; read are {', '.join(builders)}")
     special = {
@@ -71,31 +71,46 @@ def read_gguf_tokenizer(file: GGUFFile) -> Tokenizer:
         inner,
         special_tokens=special,
         eos_token_ids=read_eos_ids(metadata),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=_text(metadata, "tokenizer.chat_template"),
     )
 
 
 def read_eos_ids(metadata: Metadata) -> tuple[int, ...]:
     """End-of-sequence ids: eos, end of turn, end of message, and control tokens that are known to end a text."""
-    tokens: Sequence[str] = metadata.get("tokenizer.ggml.tokens", ())
-    kinds: Sequence[int] = metadata.get("tokenizer.ggml.token_type", ())
+    tokens, kinds = _array(metadata, "tokens", str), _array(metadata, "token_type", int)
     named = [id_ for key in _END_KEYS if (id_ := _token_id(metadata, key)) is not None]
-    known = [id_ for id_, kind in enumerate(kinds) if kind == _CONTROL and tokens[id_] in _END_TEXTS]
+    ends = enumerate(zip(tokens, kinds, strict=False))
+    known = [id_ for id_, (token, kind) in ends if kind == _CONTROL and token in _END_TEXTS]
     return tuple(dict.fromkeys([*named, *known]))
 
 
 def _token_id(metadata: Metadata, key: str) -> int | None:
     id_ = metadata.get(f"tokenizer.ggml.{key}_token_id")
-    return id_ if isinstance(id_, int) and 0 <= id_ < len(metadata.get("tokenizer.ggml.tokens", ())) else None
+    return id_ if type(id_) is int and 0 <= id_ < len(_array(metadata, "tokens", str)) else None
+
+
+def _array(metadata: Metadata, key: str, kind: type) -> list[Any]:
+    """A list of the metadata, [] where there is none. All items of a GGUF array are of one kind: the first tells."""
+    value = metadata.get(f"tokenizer.ggml.{key}", [])
+    if not isinstance(value, list) or (value and type(value[0]) is not kind):
+        raise CheckpointError(f"tokenizer.ggml.{key} must be a list of {kind.__name__}, got {str(value)[:60]!r}")
+    return value
+
+
+def _text(metadata: Metadata, key: str, default: str | None = None) -> str | None:
+    value = metadata.get(key, default)
+    if value is not None and not isinstance(value, str):
+        raise CheckpointError(f"{key} must be a text, got {str(value)[:60]!r}")
+    return value
 
 
 def _byte_level(metadata: Metadata, tokens: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
-    pre = metadata.get("tokenizer.ggml.pre", "default")
+    pre = _text(metadata, "tokenizer.ggml.pre", "default")
     if pre not in _SPLITS:
         raise UnsupportedModelError(
             f"the tokenizer's pre-tokenizer '{pre}' is not known; known are {', '.join(_SPLITS)}"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
+    merges = [tuple(merge.split(" ", 1)) for merge in _array(metadata, "merges", str)]
     model = _bpe(tokens, kinds, merges, ignore_merges=pre in _LLAMA3_NAMES)
     inner = tokenizers.Tokenizer(model)
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in _SPLITS[pre]]
@@ -107,8 +122,8 @@ def _byte_level(metadata: Metadata, tokens: list[str], kinds: list[int]) -> toke
 
 
 def _sentencepiece(metadata: Metadata, tokens: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
+    scores = _array(metadata, "scores", float)
+    if len(scores) != len(tokens):
         raise CheckpointError("the SentencePiece tokenizer has no score for every token (tokenizer.ggml.scores)")
     merges = _merges_by_score(tokens, kinds, scores)
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
@@ -158,4 +173,7 @@ def _frame(inner: tokenizers.Tokenizer, metadata: Metadata, special: Mapping[str
     end = special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     template = [piece for piece in (begin, "$A", end) if piece is not None]
     ids = [(token, inner.token_to_id(token)) for token in (begin, end) if token is not None]
-    return processors.TemplateProcessing(single=template, pair=[*template, "$B"], special_tokens=ids)
+    try:
+        return processors.TemplateProcessing(single=template, pair=[*template, "$B"], special_tokens=ids)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise CheckpointError(f"the begin or end token can't be put around a text: {error}") from error
