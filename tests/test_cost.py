@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd.errors import PredictorError
+from hvd.payoff import cost as cost_module
 from hvd.payoff.cost import CostModel, Surface, hardware_fingerprint
 
 WIDTHS = (2, 4, 8, 16, 32)
@@ -188,17 +189,48 @@ def test_corrections_are_not_saved(tmp_path: Path) -> None:
         ({"verify": {"sizes": [2, 1], "contexts": [0], "seconds": [[1.0, 1.0]]}}, "ascend"),
         ({"verify": {"sizes": [1], "contexts": [0], "seconds": [[1.0, 1.0]]}}, "must be"),
         ({"verify": {"sizes": [1], "contexts": [0], "seconds": [[float("nan")]]}}, "finite"),
-        ({"min_width": None}, "incomplete"),
+        *(({"min_width": value}, "incomplete") for value in (None, 0, -3, 1.5, float("inf"), 10**400, "x")),
+        *(
+            ({key: value}, "incomplete")
+            for key in ("overhead", "backlog_seconds")
+            for value in (-1, float("nan"), None)
+        ),
     ],
 )
 def test_foreign_files_are_refused_and_left_alone(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     path = tmp_path / "cost.json"
     model().save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    changed = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(changed | {"checksum": cost_module._checksum(changed)}))
     content = path.read_bytes()
     with pytest.raises(PredictorError, match=message):
         CostModel.load(path)
     assert path.read_bytes() == content
+
+
+def test_no_flipped_bit_changes_what_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    cost = model()
+    cost.save(path)
+    content = path.read_bytes()
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        try:
+            found = CostModel.load(path)
+        except PredictorError:
+            continue
+        assert json.loads(path.read_bytes()) == json.loads(content)  # 1e-5 and 1E-5
+        assert (found.verify_curve(50, 700) == cost.verify_curve(50, 700)).all()
+    edited = json.loads(content) | {"overhead": 0.5}
+    path.write_text(json.dumps(edited))
+    with pytest.raises(PredictorError, match="checksum"):
+        CostModel.load(path)
+
+
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cost.json").write_text("[" * 100_000)
+    with pytest.raises(PredictorError, match="torn"):
+        CostModel.load(tmp_path / "cost.json")
 
 
 def test_torn_missing_and_other_machines_files_are_refused(tmp_path: Path) -> None:

@@ -415,6 +415,29 @@ def test_torn_or_senseless_config(tmp_path: Path, text: str) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("target_name", value) for value in (5, ["x"], {"a": 1}, True)),
+        *(("target_fingerprint", value) for value in (5, ["x"], {"a": 1}, True)),
+        *(("target_hidden_size", value) for value in ("16", 16.5, [16], True, -1)),
+        *(("rms_norm_eps", value) for value in ("x", -1.0, float("nan"), float("inf"), 10**400)),
+        *(("rope_theta", value) for value in ("x", 0, float("nan"))),
+    ],
+)
+def test_values_of_another_kind_are_named(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=key) as error:
+        load(write(tmp_path, head_tensors(), **{key: value}))
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_nested_too_deep(tmp_path: Path) -> None:
+    folder = make_head(tmp_path)
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load(folder)
+
+
 def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such directory, and not a hub id"):
         load(tmp_path / "nowhere")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import stat
 import struct
@@ -130,7 +131,7 @@ def test_ids_outside_the_vocabulary_are_refused(path: Path, token: int) -> None:
     assert_refused(path, drafter(), "outside the vocabulary")
 
 
-@pytest.mark.parametrize("header", [b"{}", b"[1]", b"no json", b'{"scopes": 3}', b"\xff\xfe"])
+@pytest.mark.parametrize("header", [b"{}", b"[1]", b"no json", b'{"scopes": 3}', b"\xff\xfe", b"[" * 100_000])
 def test_a_header_of_another_shape_is_refused(path: Path, header: bytes) -> None:
     path.write_bytes(seal(struct.pack("<8sII", suffix_file.MAGIC, suffix_file.VERSION, len(header)) + header))
     assert_refused(path, drafter(), "understood|another tokenizer")
@@ -139,6 +140,23 @@ def test_a_header_of_another_shape_is_refused(path: Path, header: bytes) -> None
 def test_a_header_that_speaks_of_other_lengths_is_refused(path: Path) -> None:
     path.write_bytes(seal(path.read_bytes()[:-36]))
     assert_refused(path, drafter(), "its header speaks of others")
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[10**30, 12 - 10**30], [-1, 13], [float("inf")], [float("nan")], ["12"], [12.0], [True] * 12, 12, [2**63]],
+)
+def test_forged_lengths_are_refused(path: Path, lengths: object) -> None:
+    scopes = [{"name": "a", "lengths": lengths}]
+    header = json.dumps({"tokenizer": "tok", "vocab_size": 100, "scopes": scopes}).encode()
+    body = struct.pack("<8sII", suffix_file.MAGIC, suffix_file.VERSION, len(header)) + header + bytes(4 * 12)
+    path.write_bytes(seal(body))
+    assert_refused(path, drafter(), "understood|speaks of others")
+
+
+def test_a_missing_folder_is_made(tmp_path: Path) -> None:
+    suffix_file.save(filled(), tmp_path / "a" / "b" / "cache.bin")
+    assert suffix_file.load(drafter(), tmp_path / "a" / "b" / "cache.bin") == 3
 
 
 def test_no_file(tmp_path: Path) -> None:

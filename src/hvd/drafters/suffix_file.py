@@ -84,7 +84,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Int32Array]:
     try:
         header = json.loads(data[_PREFIX.size : start])
         tokens = np.frombuffer(data[start:-_DIGEST], "<i4").astype(np.int32)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CacheFileError(f"{path} can't be understood ({error}); delete it") from error
     if not isinstance(header, dict):
         raise CacheFileError(f"the header of {path} can't be understood; delete it")
@@ -104,8 +104,10 @@ def _check_origin(drafter: SuffixDrafter, header: dict[str, Any], path: Path) ->
 def _cut(header: dict[str, Any], tokens: Int32Array, path: Path) -> list[tuple[str, Int32Array]]:
     """Scope and tokens of every response."""
     try:
-        named = [(str(scope["name"]), int(n)) for scope in header["scopes"] for n in scope["lengths"]]
-    except (KeyError, TypeError, ValueError) as error:
+        named = [(str(scope["name"]), n) for scope in header["scopes"] for n in scope["lengths"]]
+        if any(type(n) is not int for _, n in named):
+            raise TypeError("lengths must be whole numbers")
+    except (KeyError, TypeError) as error:
         raise CacheFileError(f"the header of {path} can't be understood ({error!r}); delete it") from error
     if sum(n for _, n in named) != len(tokens) or any(n < 0 for _, n in named):
         raise CacheFileError(f"{path} holds {len(tokens)} tokens, its header speaks of others; delete it")
@@ -114,7 +116,8 @@ def _cut(header: dict[str, Any], tokens: Int32Array, path: Path) -> list[tuple[s
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write to a temporary name in the same folder (readable by the owner only), sync, rename."""
+    """Write to a temporary name in the same folder (made if missing; only the owner can read it), sync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -26,7 +26,7 @@ from typing import Any
 
 from hvd.errors import CheckpointError, UnsupportedModelError
 from hvd.models.config import RopeConfig
-from hvd.models.hf_config import read_rope
+from hvd.models.hf_config import read_number, read_rope
 
 DEFAULT_CONTEXT = 2048
 """Positions of a head whose configuration does not say: what the published Llama heads were trained at."""
@@ -95,7 +95,7 @@ def read_config(folder: Path) -> StatedConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"no EAGLE3 head in {folder}: config.json is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
@@ -118,7 +118,7 @@ def _parse(raw: Mapping[str, Any], path: Path) -> StatedConfig:
     }
     _refuse_unsupported(layer)
     ids, aux_nested = _aux_ids(raw, eagle, path)
-    name, fingerprint = _target(raw)
+    name, fingerprint = _target(raw, path)
     context = _context_limit(layer, path)
     return StatedConfig(
         nested=nested,
@@ -126,13 +126,15 @@ def _parse(raw: Mapping[str, Any], path: Path) -> StatedConfig:
         num_kv_heads=_count(layer, "num_key_value_heads", path)
         if layer.get("num_key_value_heads") is not None
         else None,
-        norm_eps=float(layer.get("rms_norm_eps") or 1e-6),
+        norm_eps=read_number(layer, "rms_norm_eps", 1e-6),
         context_limit=context,
         rope=read_rope(layer, context),
         draft_vocab_size=_count(raw, "draft_vocab_size", path) if raw.get("draft_vocab_size") is not None else None,
         aux_ids=ids,
         aux_nested=aux_nested,
-        target_hidden_size=options.get("target_hidden_size"),
+        target_hidden_size=_count(options, "target_hidden_size", path)
+        if options.get("target_hidden_size") is not None
+        else None,
         target_name=name,
         target_fingerprint=fingerprint,
         norm_before_residual=bool(options.get("norm_before_residual", False)),
@@ -178,9 +180,13 @@ def _aux_ids(raw: Mapping[str, Any], eagle: Mapping[str, Any], path: Path) -> tu
     return None, False
 
 
-def _target(raw: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _target(raw: Mapping[str, Any], path: Path) -> tuple[str | None, str | None]:
     """Name and fingerprint of the target, where stated (`target_*` are the keys of heads trained here)."""
     speculators = raw.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    return raw.get("target_name") or name, raw.get("target_fingerprint")
+    stated = {"target_name": raw.get("target_name") or name, "target_fingerprint": raw.get("target_fingerprint")}
+    for key, value in stated.items():
+        if value is not None and not isinstance(value, str):
+            raise CheckpointError(f"{path}: {key} must be a text, got {str(value)[:60]!r}")
+    return stated["target_name"], stated["target_fingerprint"]

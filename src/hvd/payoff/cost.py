@@ -31,7 +31,7 @@ from hvd.payoff.files import write_whole
 from hvd.types import Float64Array
 
 FORMAT = "hvd-cost"
-VERSION = 1
+VERSION = 2
 
 _CLIP = 0.4
 _PACE_RATE = 0.1
@@ -271,6 +271,7 @@ class CostModel:
             "eagle3": self._eagle3.to_json() if self._eagle3 else None,
             "backlog_seconds": self._backlog_seconds,
         }
+        content["checksum"] = _checksum(content)
         write_whole(Path(path), json.dumps(content, indent=1).encode())
 
     @classmethod
@@ -285,6 +286,7 @@ class CostModel:
             if want is not None and content.get(what) != want:
                 raise PredictorError(f"{path}: measured with another {what}; run 'hvd profile' again")
         try:
+            _check_ranges(content)
             return cls(
                 Surface.from_json(content["verify"]),
                 eagle3=Surface.from_json(content["eagle3"]) if content["eagle3"] else None,
@@ -295,7 +297,7 @@ class CostModel:
                 hardware=str(content["hardware"]),
                 model=str(content["model"]),
             )
-        except (KeyError, TypeError, ValueError, IndexError, PredictorError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError, PredictorError) as error:
             raise PredictorError(f"{path}: incomplete or out of range ({error}); run 'hvd profile' again") from error
 
 
@@ -308,7 +310,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise PredictorError(f"{path}: can't be read ({error.strerror or error})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PredictorError(f"{path}: not a cost file, or torn; run 'hvd profile' again") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise PredictorError(f"{path}: not a cost file; run 'hvd profile' to make one")
@@ -316,7 +318,23 @@ def _read(path: Path) -> dict[str, Any]:
         raise PredictorError(
             f"{path}: version {content.get('version')}, this program reads {VERSION}; run 'hvd profile' again"
         )
+    if content.get("checksum") != _checksum(content):
+        raise PredictorError(f"{path}: torn or edited, its checksum does not match; run 'hvd profile' again")
     return content
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """SHA-256 of all the rest of the file."""
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _check_ranges(content: dict[str, Any]) -> None:
+    if type(content["min_width"]) is not int or not 1 <= content["min_width"] <= 2**16:
+        raise PredictorError(f"min_width must be a whole number from 1 on, got {content['min_width']!r}")
+    for key in ("backlog_seconds", "overhead"):
+        if not 0.0 <= content[key] < math.inf:
+            raise PredictorError(f"{key} must be finite and not negative, got {content[key]!r}")
 
 
 @cache
