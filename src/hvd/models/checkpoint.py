@@ -247,11 +247,12 @@ def fingerprint_of(
     large = sum(entry[3].nbytes for entry in entries) >= _REMEMBERED_FROM
     if large and (known := _remembered(note, facts, stamps)) is not None:
         return known
+    settled = _settled(stamps)
     digest = hashlib.blake2b(facts.encode(), digest_size=32)
     for name, _, _, data in entries:
         digest.update(f"\n{name}\n".encode())
         digest.update(data.data)
-    if large and stamps == _stamps(files):
+    if large and settled and stamps == _stamps(files):
         _remember(note, {"facts": facts, "stamps": stamps, "fingerprint": digest.hexdigest()})
     return digest.hexdigest()
 
@@ -274,11 +275,13 @@ def _remembered(note: Path, facts: str, stamps: list[str | int]) -> str | None:
         return None
 
 
+def _settled(stamps: list[str | int]) -> bool:
+    """Whether no file was changed this very moment: it could change again without a newer time stamp."""
+    changed = max(int(stamp) for index in (2, 3) for stamp in stamps[index::_STAMP])
+    return abs(time.time_ns() - changed) >= _SETTLED_NS
+
+
 def _remember(note: Path, content: dict[str, Any]) -> None:
-    """Keep a fingerprint. A file of this very moment could change again without a newer time stamp, so it must wait."""
-    changed = max(int(stamp) for index in (2, 3) for stamp in content["stamps"][index::_STAMP])
-    if abs(time.time_ns() - changed) < _SETTLED_NS:
-        return
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=note.parent, prefix=".", delete=False) as file:
