@@ -292,7 +292,10 @@ def test_resuming_measures_only_what_is_missing(bench: Callable[..., tuple[int, 
     _, third = bench(*policies, "--limit", "6", "--resume")
     assert third["records"] == second["records"]
     assert len(base.target.passes) == passes
-    _, afresh = bench(*policies, "--limit", "2")
+    code, kept = bench(*policies, "--limit", "2")  # measured records are not thrown away unasked
+    assert code == 2
+    assert kept["records"] == second["records"]
+    _, afresh = bench(*policies, "--limit", "2", "--overwrite")
     assert len(afresh["records"]) == 4
 
 

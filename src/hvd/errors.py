@@ -55,4 +55,7 @@ class MissingExtraError(HVDError, ImportError):
     """An optional dependency is not installed (the message says which extra to install)."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"{what} needs the extra '{extra}'; install it with: pip install 'hvd[{extra}]'")
+        super().__init__(
+            f"{what} needs the extra '{extra}'; install it with: pip install 'hvd[{extra}]' "
+            f"(in a checkout: pip install -e '.[{extra}]')"
+        )

@@ -12,6 +12,7 @@ import click
 from hvd.cli.common import ModelOptions, check_policies, model_options, read_conversations
 from hvd.cli.console import note, progress_bar, stdout_console
 from hvd.config import SamplingParams
+from hvd.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,6 +54,7 @@ DEFAULT_POLICIES = "plain,cache,match-len,hvd"
     help="Write records and summary here, and keep it up to date.",
 )
 @click.option("--resume", is_flag=True, help="Go on with what --json OUT holds already.")
+@click.option("--overwrite", is_flag=True, help="Replace what --json OUT holds already.")
 @model_options
 def bench(
     data: tuple[str, ...],
@@ -67,6 +69,7 @@ def bench(
     repeat: bool,
     out: Path | None,
     resume: bool,
+    overwrite: bool,
     options: ModelOptions,
 ) -> None:
     """Measure policies on prompt files and check every output.
@@ -83,6 +86,12 @@ def bench(
     """
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     names = [name.strip() for name in policies.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("--policies names no policy; try plain,cache,match-len,hvd")
+    if resume and out is None:
+        raise ConfigError("--resume goes on with a file; name it with --json")
+    if out is not None and out.exists() and not (resume or overwrite):
+        raise ConfigError(f"{out} exists already; --resume goes on with it, --overwrite replaces it")
     predictors = check_policies(names, options.predictor)
     prompts = read_conversations(data, split, limit, turns)
 
@@ -97,7 +106,7 @@ def bench(
         "repeat": repeat,
         "predictors": list(options.predictor) or "shipped",
     }
-    which = {"files": list(data), "split": split, "limit": limit}
+    which = {"files": [Path(name).name for name in data], "split": split, "limit": limit}
     base = options.open()
     runner = Runner(base, names, params, predictors=predictors, scope=scope, repeat=repeat)
     file = BenchFile(out, _model(base.target.spec, options), settings, which, resume=resume)
@@ -107,6 +116,8 @@ def bench(
         if file.records:
             file.write()
         _report(file)
+    if not file.records:
+        raise RequestError("nothing was measured: no prompt could be run")
     if not all(record["identical"] for record in file.records):
         raise click.exceptions.Exit(1)
 

@@ -62,6 +62,17 @@ def progress_bar() -> Iterator[Progress]:
         yield lambda what, done, total: bars.update(task, description=what, completed=done, total=total, visible=True)
 
 
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A spinner on stderr, gone when done; nothing when stderr is no terminal."""
+    console = stderr_console()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
 def read_text(path: str) -> str:
     """A text file, or stdin for "-". Raises ConfigError in one line when it can't be read."""
     try:

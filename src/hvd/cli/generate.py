@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import click
 
 from hvd.cli.common import ModelOptions, check_policies, model_options, sampling_options
-from hvd.cli.console import emit_json, progress_bar, read_text, stderr_console
+from hvd.cli.console import emit_json, progress_bar, read_text, stderr_console, waiting
 from hvd.config import EngineConfig, SamplingParams
 from hvd.errors import ConfigError, RequestError
 
@@ -99,7 +100,9 @@ def _encode(llm: LLM, text: str, chat: bool | None) -> list[int]:
 
 def _print_live(running: Stream) -> None:
     try:
-        for piece in running:
+        with waiting(f"reading the prompt ({running.request.prompt_length} tokens)"):
+            first = next(running, None)
+        for piece in running if first is None else chain([first], running):
             if piece.text:
                 click.echo(piece.text, nl=False)
     finally:  # an interruption is told on a line of its own

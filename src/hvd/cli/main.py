@@ -71,12 +71,17 @@ def main(arguments: Sequence[str]) -> int:
         return end.exit_code
     except (KeyboardInterrupt, click.Abort):
         return _say("interrupted", INTERRUPTED)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
     except click.ClickException as error:
         return _say(error.format_message() + _where_help_is(error), REFUSED)
     except HVDError as error:
         return _say(str(error), REFUSED)
     except BrokenPipeError:
         return _quiet()
+    except OSError as error:
+        return _say(f"{error.filename or 'output'}: {error.strerror or error}", REFUSED)
     except Exception as error:  # noqa: BLE001 - the edge of the program
         hint = "" if _debug() else " (set HVD_DEBUG=1 to see where; please report it)"
         return _say(f"unexpected {type(error).__name__}: {error}{hint}", FAULT)

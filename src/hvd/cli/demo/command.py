@@ -48,14 +48,14 @@ def demo(model: str | None, eagle3: str | None, predictor: tuple[str, ...]) -> N
     """
     predictors = check_policies(POLICIES, predictor)
     path = model or str(packaged_model())
-    note(f"loading {Path(path).name} (the first time it is converted, which takes a little)")
+    note(f"loading {Path(path).name}")
     base = ModelOptions(path, eagle3=eagle3).open()
 
     from hvd.bench.runner import policy_engine
     from hvd.cli.demo.show import Stage
 
     engines = {policy: policy_engine(base, policy, predictors) for policy in POLICIES}
-    note("warming up (the first time, the suffix cache is compiled)")
+    note("warming up")
     _warm_up(engines)
     stage = Stage()
     for scene in scenes():

@@ -26,6 +26,9 @@ MEANING = {
     Arm.PLAIN: "the model's own (plain, bonus)",
 }
 SHOWN = 3
+COLUMNS = ("prompt", "policy", "tokens/s", "speed", "tokens per cycle", "cycles by arm")
+NARROW = 76
+"""Columns of a terminal below which the table has fewer of its own."""
 
 
 class Stage:
@@ -47,13 +50,15 @@ class Stage:
     def stream(self, policy: str, pieces: Iterable[Piece]) -> None:
         """The text of one run, token by token."""
         self._console.print(Text(f"\n[{policy}]", style="bold"))
-        if self._colours:
-            for piece in pieces:
-                self._write(Text(piece.text, style=STYLES[piece.arm]))
-        else:
-            for arm, group in groupby(pieces, key=lambda piece: piece.arm):
-                self._write(Text(_marked("".join(piece.text for piece in group), arm)))
-        self._console.print()
+        try:
+            if self._colours:
+                for piece in pieces:
+                    self._write(Text(piece.text, style=STYLES[piece.arm]))
+            else:
+                for arm, group in groupby(pieces, key=lambda piece: piece.arm):
+                    self._write(Text(_marked("".join(piece.text for piece in group), arm)))
+        finally:  # an interruption is told on a line of its own
+            self._console.print()
 
     def close(self, title: str, completions: Mapping[str, Completion]) -> None:
         """A prompt is done under all policies."""
@@ -62,14 +67,18 @@ class Stage:
 
     def finish(self) -> None:
         """The table."""
-        columns = ("prompt", "policy", "tokens/s", "speed", "tokens per cycle", "cycles by arm")
+        narrow = self._console.width < NARROW
+        columns = ("policy", "tok/s", "speed", "tok/cycle") if narrow else COLUMNS
         table = Table(*(Column(name, no_wrap=name != "tokens per cycle") for name in columns), box=box.SIMPLE)
         for title, completions in self._rows:
             plain = next(iter(completions.values()))
+            if narrow:
+                table.add_row(f"[bold]{title}[/bold]")
             for policy, completion in completions.items():
                 speed = f"{rate(completion) / rate(plain):.2f}x"
                 per_cycle = f"{completion.stats.tokens_per_cycle:.2f}"
-                table.add_row(title, policy, f"{rate(completion):.1f}", speed, per_cycle, shares(completion))
+                cells = (policy, f"{rate(completion):.1f}", speed, per_cycle)
+                table.add_row(*cells) if narrow else table.add_row(title, *cells, shares(completion))
         self._console.print(table)
         self._console.print(f"output identical: {self._identical()}", style="bold")
 
