@@ -352,3 +352,15 @@ def test_the_environment_names_machine_and_versions() -> None:
     assert isinstance(found["versions"], dict)
     assert found["versions"]["numpy"] == np.__version__
     json.dumps(found)
+
+
+def test_a_rule_can_be_measured_with_the_drafts_of_the_other_mode(
+    bench: Callable[..., tuple[int, dict[str, Any]]],
+) -> None:
+    code, result = bench("--policies", "cache,cache@arctic", "--limit", "2")
+    assert code == 0
+    drafted = {
+        name: max(r["drafted"] for r in result["records"] if r["policy"] == name) for name in ("cache", "cache@arctic")
+    }
+    assert drafted["cache"] > drafted["cache@arctic"] > 0
+    assert bench("--policies", "cache@nonsense", "--limit", "2", "--overwrite")[0] == 2

@@ -158,10 +158,13 @@ class Runner:
 def policy_engine(base: LLM, policy: str, predictors: Sequence[Predictor] = (), *, shared: bool = False) -> LLM:
     """An engine of its own over a loaded model: a fresh suffix cache; target, head, cost model and predictors shared.
 
+    policy   a name, or "name@mode" with a mode of the suffix cache (`SuffixConfig.mode`): fixed rules verify whole
+             drafts, and do better with the shorter ones of "arctic"
     shared   whether the cache keeps finished answers for later requests of the same scope
     """
-    suffix = replace(base.config.suffix, shared=shared)
-    config = replace(base.config, policy=policy, record=True, suffix=suffix)
+    name, _, mode = policy.partition("@")
+    suffix = replace(base.config.suffix, shared=shared, mode=mode or base.config.suffix.mode)
+    config = replace(base.config, policy=name, record=True, suffix=suffix)
     drafters: dict[Arm, Drafter] = dict(base.drafters)
     if Arm.CACHE in drafters:
         fingerprint = base.tokenizer.fingerprint if base.tokenizer is not None else ""

@@ -33,7 +33,11 @@ DEFAULT_POLICIES = "plain,cache,match-len,hvd"
     metavar="FILE",
     help="Prompt file (JSONL); may be given several times.",
 )
-@click.option("--policies", default=DEFAULT_POLICIES, help="Names with commas between; plain is always measured.")
+@click.option(
+    "--policies",
+    default=DEFAULT_POLICIES,
+    help="Names with commas between; plain is always measured. name@arctic: with ArcticInference's drafts.",
+)
 @click.option("--split", type=click.Choice(["train", "dev", "test"]), help="Only prompts of this split.")
 @click.option("--limit", type=click.IntRange(1), help="At most so many conversations of each file.")
 @click.option("--turns", type=click.IntRange(1), help="At most so many turns of each conversation.")
@@ -92,7 +96,7 @@ def bench(
         raise ConfigError("--resume goes on with a file; name it with --json")
     if out is not None and out.exists() and not (resume or overwrite):
         raise ConfigError(f"{out} exists already; --resume goes on with it, --overwrite replaces it")
-    predictors = check_policies(names, options.predictor)
+    predictors = check_policies([name.partition("@")[0] for name in names], options.predictor)
     prompts = read_conversations(data, split, limit, turns)
 
     from hvd.bench.file import BenchFile
