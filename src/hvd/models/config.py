@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from hvd.errors import ConfigError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -71,3 +74,12 @@ class ModelConfig:
         """
         layers = self.num_layers
         return tuple(sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)}))
+
+    def aux_layers(self, wanted: Sequence[int] | None) -> tuple[int, ...]:
+        """Layers whose entering hidden states a pass returns; None = the default ones. ConfigError unless they ascend
+        within the model.
+        """
+        layers = self.default_aux_layers if wanted is None else tuple(wanted)
+        if list(layers) != sorted(set(layers)) or any(not 0 <= layer < self.num_layers for layer in layers):
+            raise ConfigError(f"aux_layers must ascend within [0, {self.num_layers}), got {layers}")
+        return layers

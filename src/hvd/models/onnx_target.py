@@ -48,9 +48,7 @@ class OnnxTarget(Target):
         Raises ConfigError for a parameter out of range, CheckpointError when the files can't be read.
         """
         config = converted.config
-        layers = config.default_aux_layers if aux_layers is None else tuple(aux_layers)
-        if list(layers) != sorted(set(layers)) or any(not 0 <= layer < config.num_layers for layer in layers):
-            raise ConfigError(f"aux_layers must ascend within [0, {config.num_layers}), got {layers}")
+        layers = config.aux_layers(aux_layers)
         if threads is not None and threads < 1:
             raise ConfigError(f"threads must be at least 1, got {threads}")
         self.config = config

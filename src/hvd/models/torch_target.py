@@ -51,9 +51,7 @@ class TorchTarget(Target):
             if threads < 1:
                 raise ConfigError(f"threads must be at least 1, got {threads}")
             torch.set_num_threads(threads)
-        layers = config.default_aux_layers if aux_layers is None else tuple(aux_layers)
-        if list(layers) != sorted(set(layers)) or any(not 0 <= layer < config.num_layers for layer in layers):
-            raise ConfigError(f"aux_layers must ascend within [0, {config.num_layers}), got {layers}")
+        layers = config.aux_layers(aux_layers)
         self.spec = TargetSpec(
             name=checkpoint.name,
             family=config.family,
