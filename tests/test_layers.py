@@ -23,7 +23,9 @@ ROOMS = [
     ("engine",),
     ("traces",),
     ("training",),
+    ("analysis",),
     ("bench",),
+    ("report",),
     ("cli",),
 ]
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
