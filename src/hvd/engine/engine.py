@@ -25,6 +25,7 @@ from hvd.engine.request import Request
 from hvd.errors import ConfigError
 from hvd.models.target import Span, SpanOutput, Target
 from hvd.payoff.cost import CostModel
+from hvd.payoff.explanation import Explanation, explain
 from hvd.payoff.policy import Choice, Policy, Situation
 from hvd.types import ROOT, Arm, CycleTimes, Draft, FinishReason, StepRecord
 from hvd.verify.walk import Walk, sound_part, walk
@@ -41,6 +42,7 @@ class _Cycle:
     situation: Situation
     choice: Choice = _PLAIN
     draft: Draft | None = None
+    explanation: Explanation | None = None
     walked: Walk | None = None
     walking: float = 0.0
 
@@ -136,6 +138,8 @@ class Engine:
         clock.lap("propose")
         cycles = self._allocate(cycles)
         clock.lap("gate")
+        cycles = self._explain(cycles)
+        clock.lap("explain")
         cycles = self._draft(cycles)
         clock.lap("propose")
         outputs = self._forward(prefills, cycles)
@@ -226,6 +230,14 @@ class Engine:
                     cycle.request.fail(error)
                     self._leave(cycle.request)
         return [cycle for cycle in cycles if not cycle.request.done]
+
+    def _explain(self, cycles: list[_Cycle]) -> list[_Cycle]:
+        """Note why, for those who watch. Their time is not the gate's."""
+        watched = [cycle for cycle in cycles if cycle.request.watch is not None]
+        for cycle in watched:
+            request, policy = cycle.request, self.policy(cycle.request.policy)
+            cycle.explanation = self._guard(request, explain, policy, cycle.situation, cycle.choice, self.cost)
+        return [cycle for cycle in cycles if not cycle.request.done] if watched else cycles
 
     def _draft(self, cycles: Sequence[_Cycle]) -> list[_Cycle]:
         """Cut the cache draft to the chosen length, or let the head draft."""
@@ -352,7 +364,10 @@ class Engine:
             if cycle.walked is not None and cycle.request.error is None:
                 times = CycleTimes(propose, gate, forward, cycle.walking)
                 cycle.request.stats.decode_seconds += propose + gate + forward + cycle.walking
-                cycle.request.record(_record(cycle, cycle.walked, times), keep=self.config.record)
+                record = _record(cycle, cycle.walked, times)
+                cycle.request.record(record, keep=self.config.record)
+                if cycle.request.watch is not None and cycle.explanation is not None:
+                    cycle.request.watch(cycle.explanation, cycle.draft, record)
         self.cost.observe_overhead((spent["gate"] + spent["walk"]) / count)
 
     # -- leave --------------------------------------------------------------------------------------------------------

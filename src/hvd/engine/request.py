@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from hvd.config import SamplingParams
 from hvd.engine.text import Piece, TextStream
 from hvd.models.target import KVCache
+from hvd.payoff.explanation import Explanation
 from hvd.payoff.history import History
 from hvd.types import Arm, ArmStats, Draft, FinishReason, Int32Array, RequestStats, StepRecord
 from hvd.verify.sampler import LogitsProcessor, Sampler
@@ -26,6 +27,8 @@ class Request:
     limit       most output tokens: max_tokens, or what the context leaves
     stop_ids    token ids that end it: the model's, unless they are ignored, and the parameters'
     observed    tokens that the drafters have been told
+    watch       told of every cycle why its draft was chosen, what was drafted (None: nothing), and what came of it;
+                None, as it is unless somebody sets it, costs nothing
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Request:
         self.cache: KVCache | None = None
         self.drafters: tuple[Arm, ...] = ()
         self.observed = 0
+        self.watch: Callable[[Explanation, Draft | None, StepRecord], None] | None = None
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
         self.pieces: list[Piece] = []

@@ -104,6 +104,17 @@ class Hybrid(Policy):
         elif situation.eagle3:
             self.heads.idle(request.head)
 
+    def foretold(self, situation: Situation) -> dict[Arm, Float64Array]:
+        """See `Policy.foretold`."""
+        request = self._requests[situation.history]
+        found: dict[Arm, Float64Array] = {}
+        if request.forecast is not None:
+            found[Arm.CACHE] = request.forecast.survival[: situation.room].astype(np.float64)
+        length = min(situation.eagle3, situation.room)
+        if length > 0:
+            found[Arm.EAGLE3] = self.heads.survival(request.head, length)
+        return found
+
     def _offers(self, situation: Situation, cost: CostModel) -> list[_Offer]:
         """What the cache and the head have to offer, with expectations."""
         request = self._requests.get(situation.history)

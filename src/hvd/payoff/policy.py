@@ -25,7 +25,7 @@ from hvd.errors import ConfigError
 from hvd.payoff.cost import CostModel
 from hvd.payoff.history import History
 from hvd.payoff.predictor import Predictor
-from hvd.types import Arm, Draft
+from hvd.types import Arm, Draft, Float64Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +93,13 @@ class Policy(ABC):
 
     def observe(self, situation: Situation, choice: Choice, accepted: int) -> None:  # noqa: B027 - most policies do not learn
         """Told after the walk how many draft tokens were accepted. For policies that correct themselves online."""
+
+    def foretold(self, situation: Situation) -> dict[Arm, Float64Array]:
+        """P(accepted length >= k), k = 1.., of each draft on offer, as it was taken to be in the last `choose`.
+
+        Only for those who want to show a decision, before the next one; {} = the policy does not predict it.
+        """
+        return {}
 
 
 _GROUP = "hvd.policies"
