@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd.bench import report
-from hvd.bench.conversation import Conversation, turn_ids
+from hvd.bench import ratios, report
 from hvd.bench.environment import environment
 from hvd.bench.file import BenchFile
-from hvd.bench.runner import Outcome, Runner, first_difference
+from hvd.bench.record import first_difference
+from hvd.bench.runner import Outcome, Runner
 from hvd.cli.common import ModelOptions
 from hvd.cli.main import main
 from hvd.config import SamplingParams
@@ -23,6 +23,7 @@ from hvd.errors import ConfigError
 from hvd.models.target import Span, SpanOutput
 from hvd.testing import FakeTarget
 from hvd.tokenizer import Tokenizer
+from hvd.traces.conversation import Conversation, turn_ids
 from hvd.traces.prompts import Prompt, Turn
 from support import make_llm
 
@@ -163,7 +164,8 @@ def record(id_: str, policy: str, tokens: int, seconds: float, **more: Any) -> d
         "decode_seconds": seconds, "cycles": tokens // 2, "drafted": 10, "accepted": 5, "positions": 2 * tokens,
         "arms": {"cache": {"cycles": 3, "drafted": 10, "accepted": 5}, "plain": {"cycles": 1, "drafted": 0}},
         "phases": {"forward": seconds * 0.75, "walk": seconds * 0.25}, "identical": True, "differs_at": None,
-        "loop_onset": None,
+        "loop_onset": None, "peer": None, "decoded": tokens, "prompt_tokens": 100,
+        "stretches": [[0, tokens, tokens // 2, seconds]],
     }  # fmt: skip
     return values | more
 
@@ -226,10 +228,10 @@ def test_nothing_adds_up_to_nothing() -> None:
 def test_the_interval_narrows_with_more_values_and_is_the_same_each_time() -> None:
     rng = np.random.default_rng(1)
     few, many = rng.normal(2.0, 0.5, 10), rng.normal(2.0, 0.5, 1000)
-    median, low, high = report.median_interval(many)
-    assert low <= median <= high
-    assert high - low < np.diff(report.median_interval(few)[1:])[0]
-    assert report.median_interval(many) == (median, low, high)
+    found, wide = ratios.median(many), ratios.median(few)
+    assert found.low <= found.value <= found.high
+    assert found.high - found.low < wide.high - wide.low
+    assert ratios.median(many) == found
 
 
 # -- the file and the command -----------------------------------------------------------------------------------------

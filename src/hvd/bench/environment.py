@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvd import __version__
 
-PACKAGES = ("numpy", "numba", "onnxruntime", "torch", "transformers", "llama-cpp-python")
+PACKAGES = ("numpy", "numba", "onnxruntime", "torch", "transformers", "llama-cpp-python", "vllm")
 
 
 def environment() -> dict[str, object]:

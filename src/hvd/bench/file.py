@@ -1,4 +1,5 @@
-"""The file of `hvd bench --json`: written whole every time, so that a kill loses at most the last conversations."""
+"""The file of `hvd bench --json` (docs/bench.md): written whole every time, so that a kill loses at most the last
+conversations; and how to read one, of this format or an older one."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvd.bench.analysis import analyse
 from hvd.bench.environment import environment
 from hvd.bench.report import summarize
 from hvd.bench.runner import Outcome
 from hvd.errors import ConfigError
 from hvd.payoff.files import write_whole
 
-FORMAT = 1
+FORMAT = 2
+_LISTS = ("records", "findings", "skipped", "failed")
 
 
 class BenchFile:
@@ -23,6 +26,7 @@ class BenchFile:
 
     model, settings   what is measured, and how; a file to be resumed must say the same
     data              which prompts; a file may be resumed with more of them
+    peers             which peers took part and how they are timed; which are missing, and why
     every             conversations between two writes
     """
 
@@ -33,15 +37,18 @@ class BenchFile:
         settings: Mapping[str, Any],
         data: Mapping[str, Any],
         *,
+        peers: Mapping[str, Any] | None = None,
         resume: bool = False,
         every: int = 5,
     ) -> None:
         """Raises ConfigError when the path can't be written, or holds something that can't be resumed."""
         self._path, self._every, self._unwritten = path, every, 0
-        self._data = data
+        self._data, self._peers = data, peers or {"methods": {}, "missing": {}}
         self._head: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, "model": model, "settings": settings}))
         self.records: list[dict[str, Any]] = []
+        self.findings: list[dict[str, Any]] = []
         self.skipped: list[dict[str, str]] = []
+        self.failed: list[dict[str, str]] = []
         if path is not None and resume and path.exists():
             self._resume(path)
         if path is not None:
@@ -55,7 +62,9 @@ class BenchFile:
     def add(self, outcome: Outcome) -> None:
         """Take a conversation's records; write when it is time."""
         self.records += [record.as_json() for record in outcome.records]
+        self.findings += outcome.findings
         self.skipped += [{"id": id_, "why": why} for id_, why in outcome.skipped]
+        self.failed += [{"id": id_, "method": method, "why": why} for id_, method, why in outcome.failed]
         self._unwritten += 1
         if self._unwritten >= self._every:
             self.write()
@@ -65,11 +74,12 @@ class BenchFile:
         return {
             **self._head,
             "data": self._data,
+            "peers": self._peers,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "environment": environment(),
             "summary": summarize(self.records),
-            "skipped": self.skipped,
-            "records": self.records,
+            "analysis": analyse(self._head["model"], self.records, self.findings),
+            **{name: getattr(self, name) for name in reversed(_LISTS)},
         }
 
     def write(self) -> None:
@@ -87,13 +97,48 @@ class BenchFile:
         try:
             old = json.loads(path.read_text("utf-8"))
             head = {key: old[key] for key in self._head}
-            records, skipped = list(old["records"]), list(old["skipped"])
+            lists = {name: list(old.get(name, [])) if head["format"] < FORMAT else list(old[name]) for name in _LISTS}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} can't be resumed: it is no complete file of 'hvd bench --json'") from error
         for part, want in self._head.items():
             if head[part] != want:
                 raise ConfigError(f"{path} can't be resumed: it was made with {_difference(part, head[part], want)}")
-        self.records, self.skipped = records, skipped
+        for name, entries in lists.items():
+            setattr(self, name, entries)
+
+
+def read_bench(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A benchmark file as a dictionary of the present format.
+
+    One of format 1 is brought up to it: what it never held (findings, peers, stretches of an answer) is empty, and its
+    summary is made anew. Raises ConfigError for anything else.
+    """
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        if content["format"] not in (1, FORMAT):
+            raise ConfigError(f"{path} has format {content['format']!r}; this hvd reads 1 to {FORMAT}")
+        return content if content["format"] == FORMAT else _upgraded(content)
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is no complete file of 'hvd bench --json'") from error
+
+
+def _upgraded(old: dict[str, Any]) -> dict[str, Any]:
+    records = [{**record, "peer": None, "decoded": record["tokens"], "stretches": []} for record in old["records"]]
+    return {
+        **old,
+        "format": FORMAT,
+        "peers": {"methods": {}, "missing": {}},
+        "summary": summarize(records),
+        "analysis": analyse(old["model"], records, []),
+        "failed": [],
+        "findings": [],
+        "records": records,
+    }
 
 
 def _difference(part: str, old: Any, new: Any) -> str:
