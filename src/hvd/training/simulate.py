@@ -144,7 +144,7 @@ def replay_report(
     sums, count = simulate(walks(traces, suffix, shared=shared), players, cost, head, report)
     if not count:
         raise TraceError("the traces hold no responses; collect some with 'hvd trace collect'")
-    results = tuple(_report(name, sums) for name in (*players, ORACLE))
+    results = tuple(policy_report(name, sums) for name in (*players, ORACLE))
     return ReplayReport(count, sum(t.tokens for t in sums[PLAIN].values()), looped, results)
 
 
@@ -231,7 +231,8 @@ def _survey(paths: PathLike | Iterable[PathLike], keep_loops: bool) -> tuple[int
     return tokens, looped
 
 
-def _report(name: str, sums: Mapping[str, Mapping[str, Totals]]) -> PolicyReport:
+def policy_report(name: str, sums: Mapping[str, Mapping[str, Totals]]) -> PolicyReport:
+    """One policy out of what `simulate` gives; plain and the oracle must be among the sums."""
     mine, plain, best = sums[name], sums[PLAIN], sums[ORACLE]
     total = _sum(mine.values())
     return PolicyReport(

@@ -1,0 +1,1 @@
+"""Would it help me? Replays recorded answers of logs, without a model."""

@@ -1,0 +1,139 @@
+"""One pass over answers: every policy played on each, and what there is to know of the cache's drafts counted."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvd.analysis.encode import Asked
+from hvd.analysis.sources import CopyFinder, Source
+from hvd.payoff.cost import CostModel
+from hvd.payoff.policy import Policy
+from hvd.training.loops import cut_loop
+from hvd.training.replay import SimulatedHead, Walk, cycles, walks
+from hvd.training.simulate import ORACLE, PLAIN, Totals, cycle_seconds, oracle, play
+from hvd.types import Arm
+
+CACHE = "cache"
+EDGES = (0, 1, 2, 3, 6, 12, 24, 48)
+"""Bins of the payoff histogram: from each edge up to the next."""
+MOST_GAINS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What the best policy saves on one answer.
+
+    source            file:line and turn, or a trace's id
+    plain, seconds    by the cost model, without and with drafts
+    share             of its tokens from cache drafts
+    text              how the answer begins
+    """
+
+    source: str
+    tokens: int
+    plain: float
+    seconds: float
+    share: float
+    text: str
+
+    @property
+    def speedup(self) -> float:
+        """Plain decoding's time over this one's."""
+        return self.plain / self.seconds
+
+
+@dataclass(slots=True)
+class GroupSums:
+    """One conversation: tokens, and seconds by policy."""
+
+    tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Study:
+    """Sums over answers.
+
+    sums       by policy and data set, plain and oracle among them
+    groups     by conversation
+    payoffs    cycles of the policy "cache" that had a draft, by bin of `EDGES`
+    bare       its cycles without a draft
+    sources    tokens that it took from drafts, by where they stood before
+    gains      the answers on which `best` saves most time
+    cut        seconds by policy of each answer that was cut where it begins to loop
+    """
+
+    def __init__(
+        self, policies: Mapping[str, Policy], cost: CostModel, head: SimulatedHead | None, best: str = "hvd"
+    ) -> None:
+        self._policies = policies
+        self._cost = cost
+        self._head = head
+        self._best = best
+        self.sums: dict[str, dict[str, Totals]] = {name: {} for name in (*policies, ORACLE)}
+        self.groups: dict[str, GroupSums] = {}
+        self.payoffs = [0] * len(EDGES)
+        self.bare = 0
+        self.sources: Counter[Source] = Counter()
+        self.answers = self.tokens = self.prompt_tokens = 0
+        self.cut: dict[int, dict[str, float]] = {}
+        self._gains: list[tuple[float, int, Gain]] = []
+
+    def add(self, asked: Asked, walk: Walk) -> None:
+        """Play all policies on one answer."""
+        self.answers += 1
+        self.tokens += len(walk)
+        self.prompt_tokens += len(walk.trace.prompt)
+        each = {name: self._play(name, policy, asked, walk) for name, policy in self._policies.items()}
+        each[ORACLE] = Totals()
+        oracle(walk, self._cost, self._head, each[ORACLE])
+        group = self.groups.setdefault(walk.trace.group, GroupSums())
+        group.tokens += len(walk)
+        for name, totals in each.items():
+            self.sums[name].setdefault(walk.trace.dataset, Totals()).add(totals)
+            group.seconds[name] = group.seconds.get(name, 0.0) + totals.seconds
+        if len(walk) < len(asked.trace.response):
+            self.cut[id(asked)] = {name: totals.seconds for name, totals in each.items()}
+        self._note_gain(asked, each)
+
+    @property
+    def gains(self) -> list[Gain]:
+        """Largest saving first."""
+        return [gain for _, _, gain in sorted(self._gains, reverse=True, key=lambda entry: entry[:2])]
+
+    def _play(self, name: str, policy: Policy, asked: Asked, walk: Walk) -> Totals:
+        totals = Totals()
+        if name != CACHE:
+            play(walk, policy, self._cost, self._head, totals)
+            return totals
+        finder = CopyFinder(asked)
+        for cycle in cycles(walk, policy, self._cost, self._head):
+            totals.count(cycle.choice, cycle.accepted, cycle_seconds(self._cost, cycle.choice, cycle.situation))
+            draft = cycle.situation.cache
+            if draft is None:
+                self.bare += 1
+                continue
+            payoff = int(walk.payoffs[cycle.position])
+            self.payoffs[_bin(payoff)] += 1
+            if cycle.accepted:
+                self.sources[finder.source(cycle.position, draft, cycle.accepted)] += cycle.accepted
+        return totals
+
+    def _note_gain(self, asked: Asked, each: Mapping[str, Totals]) -> None:
+        mine, plain = each[self._best], each[PLAIN]
+        cached = mine.arms[Arm.CACHE].accepted if Arm.CACHE in mine.arms else 0
+        gain = Gain(asked.source, mine.tokens, plain.seconds, mine.seconds, cached / mine.tokens, asked.text)
+        entry = (plain.seconds - mine.seconds, -self.answers, gain)
+        (heapq.heappush if len(self._gains) < MOST_GAINS else heapq.heappushpop)(self._gains, entry)
+
+
+def _bin(payoff: int) -> int:
+    return sum(payoff >= edge for edge in EDGES) - 1
+
+
+def walked(answers: Sequence[Asked], *, keep_loops: bool = False) -> Iterator[tuple[Asked, Walk]]:
+    """Each answer with its walk, in order; answers serve later ones of their data set."""
+    traces = (asked.trace if keep_loops else cut_loop(asked.trace) for asked in answers)
+    yield from zip(answers, walks(traces), strict=True)
