@@ -1,9 +1,9 @@
-"""`hvd bench`: policies beside each other on prompt files."""
+"""`hvd bench`: methods beside each other on sets of prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,31 +15,85 @@ from hvd.config import SamplingParams
 from hvd.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from hvd.bench.file import BenchFile
+    from hvd.bench.peers import PeerMethod
     from hvd.bench.runner import Runner
+    from hvd.engine.llm import LLM
     from hvd.traces.prompts import Prompt
 
 DEFAULT_POLICIES = "plain,cache,match-len,hvd"
+ALL = "all"
+EVERY_POLICY = (
+    "plain", "cache", "cache@arctic", "any-match", "match-len:4", "match-len:4@arctic", "match-len:8", "score:3",
+    "score:3@arctic", "hvd-paper", "hvd",
+)  # fmt: skip
+"""What `--policies all` stands for; with a head, "eagle3" too."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What to measure, and where to put it. The fields are the options' names."""
+
+    data: tuple[str, ...]
+    suite: str | None
+    data_dir: Path | None
+    sets: str
+    policies: str
+    peers: str
+    split: str | None
+    limit: int | None
+    turns: int | None
+    max_tokens: int
+    temperature: float
+    seed: int
+    scope: str
+    repeat: bool
+    analysis: bool
+    out: Path | None
+    resume: bool
+    overwrite: bool
+
+    def check(self) -> None:
+        """Raises ConfigError for options that don't go together, before anything is read or loaded."""
+        if not self.data and self.suite is None:
+            raise ConfigError("nothing to measure: give prompt files with --data, or a --suite (local, paper)")
+        if self.suite == "local" and self.data_dir is None:
+            raise ConfigError("--suite local reads the sets of a directory; name it with --data-dir")
+        if self.sets and self.suite is None:
+            raise ConfigError("--sets chooses from a suite; give --suite local or --suite paper")
+        if self.resume and self.out is None:
+            raise ConfigError("--resume goes on with a file; name it with --json")
+        if self.out is not None and self.out.exists() and not (self.resume or self.overwrite):
+            raise ConfigError(f"{self.out} exists already; --resume goes on with it, --overwrite replaces it")
 
 
 @click.command()
+@click.option("--data", "-d", multiple=True, metavar="FILE", help="Prompt file (JSONL); may be given several times.")
 @click.option(
-    "--data",
-    "-d",
-    multiple=True,
-    required=True,
-    metavar="FILE",
-    help="Prompt file (JSONL); may be given several times.",
+    "--suite",
+    type=click.Choice(["local", "paper"]),
+    help="local: the prompt files of --data-dir, by name; paper: the paper's sixteen sets, from the Hugging Face hub.",
 )
+@click.option(
+    "--data-dir",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Directory of NAME.jsonl; with --suite paper it has what stands in for sets that can't be had.",
+)
+@click.option("--sets", default="", metavar="NAMES", help="Only these sets of the suite, with commas between.")
 @click.option(
     "--policies",
     default=DEFAULT_POLICIES,
-    help="Names with commas between; plain is always measured. name@arctic: with ArcticInference's drafts.",
+    help="Names with commas between, or all; plain is always measured. name@arctic: with ArcticInference's drafts.",
+)
+@click.option(
+    "--peers",
+    default="",
+    metavar="NAMES",
+    help="Other programs to run beside: transformers, llama.cpp, vllm, with commas between.",
 )
 @click.option("--split", type=click.Choice(["train", "dev", "test"]), help="Only prompts of this split.")
-@click.option("--limit", type=click.IntRange(1), help="At most so many conversations of each file.")
+@click.option("--limit", type=click.IntRange(1), help="At most so many conversations of each set (paper: 80).")
 @click.option("--turns", type=click.IntRange(1), help="At most so many turns of each conversation.")
 @click.option("--max-tokens", type=int, default=256, help="Most tokens to generate for a turn.")
 @click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
@@ -50,70 +104,67 @@ DEFAULT_POLICIES = "plain,cache,match-len,hvd"
     help="What a request's cache holds: none (its own text), dataset or all (earlier answers too).",
 )
 @click.option("--repeat", is_flag=True, help="Measure plain decoding twice; the difference is noise.")
+@click.option("--analysis/--no-analysis", default=True, help="Replay every answer for the analysis in the JSON file.")
 @click.option(
     "--json",
     "out",
     metavar="OUT",
     type=click.Path(path_type=Path),
-    help="Write records and summary here, and keep it up to date.",
+    help="Write records, summary and analysis here, and keep it up to date.",
 )
 @click.option("--resume", is_flag=True, help="Go on with what --json OUT holds already.")
 @click.option("--overwrite", is_flag=True, help="Replace what --json OUT holds already.")
 @model_options
-def bench(
-    data: tuple[str, ...],
-    policies: str,
-    split: str | None,
-    limit: int | None,
-    turns: int | None,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    scope: str,
-    repeat: bool,
-    out: Path | None,
-    resume: bool,
-    overwrite: bool,
-    options: ModelOptions,
-) -> None:
-    """Measure policies on prompt files and check every output.
+def bench(options: ModelOptions, **given: Any) -> None:
+    """Measure methods on sets of prompts and check every output.
 
-    Each prompt runs under all policies before the next, in an order that rotates, and their outputs are compared with
-    plain decoding's; each policy has a suffix cache of its own. The table shows speed over plain decoding: tokens a
-    second of a data set, and for categories and all the geometric mean over data sets. Exit code 1 when an output
-    differs.
+    Each prompt runs under all methods before the next, in an order that rotates, and the policies' outputs are compared
+    with plain decoding's; each policy has a suffix cache of its own. The tables show speed over plain decoding: tokens
+    a second of a data set, and for categories and all the geometric mean over data sets. Exit code 1 when an output
+    differs. A peer's text need not be ours; how far it agrees is reported.
 
     \b
     Examples:
       hvd bench --model MODEL --data chat.jsonl --data edits.jsonl --policies match-len,hvd --limit 10
-      hvd bench --model MODEL --data all.jsonl --split test --repeat --json results.json --resume
+      hvd bench --model MODEL --suite local --data-dir DIR --sets gsm8k,mbpp --policies all --repeat
+      hvd bench --model MODEL --suite paper --peers transformers,llama.cpp --json results.json --resume
     """
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    names = [name.strip() for name in policies.split(",") if name.strip()]
-    if not names:
-        raise ConfigError("--policies names no policy; try plain,cache,match-len,hvd")
-    if resume and out is None:
-        raise ConfigError("--resume goes on with a file; name it with --json")
-    if out is not None and out.exists() and not (resume or overwrite):
-        raise ConfigError(f"{out} exists already; --resume goes on with it, --overwrite replaces it")
-    predictors = check_policies([name.partition("@")[0] for name in names], options.predictor)
-    prompts = read_conversations(data, split, limit, turns)
-
     from hvd.bench.file import BenchFile
+    from hvd.bench.peers import check_peers
     from hvd.bench.runner import Runner
+
+    what = BenchOptions(**{field.name: given[field.name] for field in fields(BenchOptions)})
+    what.check()
+    params = SamplingParams(max_tokens=what.max_tokens, temperature=what.temperature, seed=what.seed)
+    names, peer_names = _policies(what.policies, options.eagle3 is not None), _names(what.peers)
+    check_peers(peer_names)
+    predictors = check_policies([name.partition("@")[0] for name in names], options.predictor)
+    prompts, data = _prompts(what)
 
     settings = {
         "policies": names,
+        "peers": peer_names,
         "sampling": asdict(params),
-        "turns": turns,
-        "scope": scope,
-        "repeat": repeat,
+        "turns": what.turns,
+        "scope": what.scope,
+        "repeat": what.repeat,
         "predictors": list(options.predictor) or "shipped",
+        "analysis": what.analysis,
     }
-    which = {"files": [Path(name).name for name in data], "split": split, "limit": limit}
     base = options.open()
-    runner = Runner(base, names, params, predictors=predictors, scope=scope, repeat=repeat)
-    file = BenchFile(out, _model(base.target.spec, options), settings, which, resume=resume)
+    peers, missing = _peers(peer_names, base, options, params)
+    runner = Runner(
+        base,
+        names,
+        params,
+        predictors=predictors,
+        scope=what.scope,
+        repeat=what.repeat,
+        peers=peers,
+        analyse=what.analysis,
+    )
+    took_part = {"methods": {peer.name: peer.how for peer in peers}, "missing": missing}
+    file = BenchFile(what.out, _model(base.target.spec, options), settings, data, peers=took_part, resume=what.resume)
     try:
         _run(runner, prompts, file)
     finally:
@@ -122,8 +173,63 @@ def bench(
         _report(file)
     if not file.records:
         raise RequestError("nothing was measured: no prompt could be run")
-    if not all(record["identical"] for record in file.records):
+    if not all(record["identical"] for record in file.records if record["peer"] is None):
         raise click.exceptions.Exit(1)
+
+
+def _names(given: str) -> list[str]:
+    return [name.strip() for name in given.split(",") if name.strip()]
+
+
+def _policies(given: str, head: bool) -> list[str]:
+    names = _names(given)
+    if not names:
+        raise ConfigError("--policies names no policy; try plain,cache,match-len,hvd")
+    every = [*EVERY_POLICY, *(["eagle3"] if head else [])]
+    return list(dict.fromkeys(each for name in names for each in (every if name == ALL else [name])))
+
+
+def _prompts(what: BenchOptions) -> tuple[list[Prompt], dict[str, Any]]:
+    """All conversations to measure, and the `data` of the file."""
+    from hvd.bench.hub import Hub
+    from hvd.bench.sets import Found, describe, local_sets, paper_sets
+
+    found = Found([], [])
+    if what.suite == "local":
+        assert what.data_dir is not None
+        found = local_sets(what.data_dir, _names(what.sets), what.split, what.limit, note)
+    elif what.suite == "paper":
+        found = paper_sets(Hub(), _names(what.sets), what.split, what.limit, note, what.data_dir)
+    if found.missing:
+        note(f"{len(found.missing)} sets could not be had: {describe(found.missing)}")
+    prompts = [replace(prompt, turns=prompt.turns[: what.turns]) for prompt in found.prompts]
+    if what.data:
+        prompts += read_conversations(what.data, what.split, what.limit, what.turns)
+    if not prompts:
+        raise ConfigError("no prompts" + (f" with split {what.split!r}" if what.split else ""))
+    data = {
+        "files": [Path(name).name for name in what.data],
+        "suite": what.suite,
+        "sets": found.sets,
+        "missing": [asdict(one) for one in found.missing],
+        "split": what.split,
+        "limit": what.limit,
+    }
+    return prompts, data
+
+
+def _peers(
+    names: Sequence[str], base: LLM, options: ModelOptions, params: SamplingParams
+) -> tuple[list[PeerMethod], dict[str, str]]:
+    """Peers that can take part; those that can't are named."""
+    from hvd.bench.peers import PeerSetup, open_peers
+
+    stop = () if params.ignore_eos or base.tokenizer is None else tuple(base.tokenizer.eos_token_ids)
+    setup = PeerSetup(options.model, options.threads, stop, base.target.spec.context_limit, options.eagle3)
+    peers, missing = open_peers(names, setup)
+    for name, why in missing.items():
+        note(f"MISSING PEER: {name}: {why}")
+    return peers, missing
 
 
 def _model(spec: Any, options: ModelOptions) -> dict[str, object]:
@@ -139,7 +245,7 @@ def _model(spec: Any, options: ModelOptions) -> dict[str, object]:
 
 
 def _run(runner: Runner, prompts: Sequence[Prompt], file: BenchFile) -> None:
-    from hvd.bench.conversation import turn_ids
+    from hvd.traces.conversation import turn_ids
 
     todo = [prompt for prompt in prompts if not file.done(turn_ids(prompt))]
     total, done = sum(len(prompt.turns) for prompt in todo), 0
@@ -161,39 +267,40 @@ def _run(runner: Runner, prompts: Sequence[Prompt], file: BenchFile) -> None:
 
 
 def _report(file: BenchFile) -> None:
-    """The table on stdout, what else there is to say on stderr."""
-
+    """The tables on stdout, what else there is to say on stderr."""
+    from hvd.bench.matrix import matrix
     from hvd.bench.report import summarize
+    from hvd.cli.bench_tables import by_group, overview
 
-    summary = summarize(file.records)
-    console = stdout_console()
-    for loops in (True, False):
-        if summary["rows"] and (loops or summary["looped"]):
-            console.print(_table([row for row in summary["rows"] if row["loops"] is loops], loops))
-    if file.skipped:
-        note(f"{len(file.skipped)} prompts were skipped, the first: {file.skipped[0]['id']}: {file.skipped[0]['why']}")
-    for entry in summary["different"]:
-        note(f"DIFFERENT OUTPUT: {entry['id']} under {entry['policy']}, from token {entry['differs_at']} on")
+    summary, console = summarize(file.records), stdout_console()
+    if summary["rows"]:
+        fastest = matrix([{"model": {"name": ""}, "records": file.records}])["fastest"]
+        console.print(overview(summary, fastest, console.width))
+        for loops, title in ((True, "by set"), (False, "by set, without prompts that loop")):
+            if loops or summary["looped"]:
+                rows = [row for row in summary["rows"] if row["loops"] is loops]
+                for table in by_group(rows, title, console.width):
+                    console.print(table)
+    _notes(file, summary)
     if file.records:
         console.print(f"output identical: {'yes' if summary['identical'] else 'NO'} ({summary['prompts']} prompts)")
 
 
-def _table(rows: Sequence[dict[str, Any]], loops: bool) -> Table:
-    from rich.table import Table
-
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    title = "speed over plain decoding, tokens per cycle in brackets" + ("" if loops else "; without prompts that loop")
-    table = Table("group", "prompts", *policies, title=title)
-    for level, group in dict.fromkeys((row["level"], row["group"]) for row in rows):
-        cells = {row["policy"]: row for row in rows if (row["level"], row["group"]) == (level, group)}
-        name = group if level == "dataset" else f"[bold]{group}[/bold]"
-        first = next(iter(cells.values()))
-        table.add_row(name, str(first["prompts"]), *(_cell(cells.get(policy), level) for policy in policies))
-    return table
-
-
-def _cell(row: dict[str, Any] | None, level: str) -> str:
-    if row is None:
-        return "-"
-    speed = row["speedup_micro"] if level == "dataset" else row["speedup_macro"]
-    return f"{speed:.2f} ({row['tokens_per_cycle']:.2f})"
+def _notes(file: BenchFile, summary: Mapping[str, Any]) -> None:
+    """What was left out or differs."""
+    if file.skipped:
+        note(f"{len(file.skipped)} prompts were skipped, the first: {file.skipped[0]['id']}: {file.skipped[0]['why']}")
+    if file.failed:
+        first = file.failed[0]
+        note(f"peers failed {len(file.failed)} times, the first: {first['method']} on {first['id']}: {first['why']}")
+    for entry in summary["different"]:
+        note(f"DIFFERENT OUTPUT: {entry['id']} under {entry['policy']}, from token {entry['differs_at']} on")
+    for name, found in summary["agreement"].items():
+        share = found["tokens_before_difference"]
+        note(
+            f"{name}: {found['identical']} of {found['prompts']} texts are ours; {share:.0%} of tokens before they part"
+        )
+    noise = summary["noise"]
+    if noise is not None:
+        low, high = noise["lowest_set"], noise["highest_set"]
+        note(f"noise: plain again is {noise['micro']:.3f} of plain (sets {low:.2f} - {high:.2f})")
