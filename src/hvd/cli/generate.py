@@ -62,10 +62,10 @@ def generate(
       hvd generate --file notes.txt --raw --max-tokens 64 --model MODEL
       hvd generate --file - --temperature 0.8 --seed 7 --json --model MODEL < prompt.txt
     """
-    text = _prompt(prompt, file)
+    text = read_prompt(prompt, file)
     check_policies([policy], options.predictor)
     llm = options.open(EngineConfig(policy=policy))
-    ids = _encode(llm, text, chat)
+    ids = encode_prompt(llm, text, chat)
     with llm.stream(ids, params, policy=policy) as running:
         if not as_json and (sys.stdout.isatty() if stream is None else stream):
             _print_live(running)
@@ -80,7 +80,8 @@ def generate(
         _print_stats(completion)
 
 
-def _prompt(prompt: str | None, file: str | None) -> str:
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt of the command line, one way or the other. ConfigError for none or both, RequestError when empty."""
     if (prompt is None) == (file is None):
         raise ConfigError("give a prompt or --file FILE, one of them ('--file -' reads stdin)")
     text = prompt if prompt is not None else read_text(str(file))
@@ -89,7 +90,8 @@ def _prompt(prompt: str | None, file: str | None) -> str:
     return text
 
 
-def _encode(llm: LLM, text: str, chat: bool | None) -> list[int]:
+def encode_prompt(llm: LLM, text: str, chat: bool | None) -> list[int]:
+    """Token ids; `chat`: as one user message, None = when the model has a template."""
     tokenizer = llm.tokenizer
     if tokenizer is None:
         raise RequestError("this model has no tokenizer")

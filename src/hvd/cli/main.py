@@ -19,6 +19,7 @@ from hvd import __version__
 from hvd.cli.bench import bench
 from hvd.cli.convert import convert
 from hvd.cli.demo import demo
+from hvd.cli.explain import explain
 from hvd.cli.generate import generate
 from hvd.cli.profile import profile
 from hvd.cli.replay import replay
@@ -49,7 +50,7 @@ def hvd(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (generate, convert, profile, trace, train, replay, bench, demo):
+for _command in (generate, explain, convert, profile, trace, train, replay, bench, demo):
     hvd.add_command(_command)
 
 

@@ -59,7 +59,7 @@ def replay(
     from hvd.training.simulate import replay_report
 
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    simulated = _head(head)
+    simulated = simulated_head(head)
     with progress_bar() as progress:
         report = replay_report(
             traces,
@@ -77,7 +77,8 @@ def replay(
         _print(report)
 
 
-def _head(text: str | None) -> SimulatedHead | None:
+def simulated_head(text: str | None) -> SimulatedHead | None:
+    """The head that `--head P[,LENGTH]` describes. Raises ConfigError."""
     if text is None:
         return None
     from hvd.training.replay import SimulatedHead
