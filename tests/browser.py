@@ -42,9 +42,10 @@ class Browser:
 
     def __init__(self, profile: Path) -> None:
         ours, theirs = os.pipe(), os.pipe()  # to the browser, from the browser: its descriptors 3 and 4
+        # bash: other shells take no descriptor above 9
         shell = f'exec "$0" "$@" 3<&{ours[0]} 4>&{theirs[1]}'
         self._process = subprocess.Popen(
-            ["sh", "-c", shell, chromium(), *FLAGS, f"--user-data-dir={profile}"],
+            ["bash", "-c", shell, chromium(), *FLAGS, f"--user-data-dir={profile}"],
             pass_fds=(ours[0], theirs[1]),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -81,10 +82,10 @@ class Browser:
         self.send("Emulation.setTouchEmulationEnabled", enabled=phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
-        self.send("Page.navigate", url="about:blank")
-        self._events.clear()
-        self.send("Page.navigate", url=path.resolve().as_uri())
-        self._wait(lambda each: each.get("method") == "Page.loadEventFired", keep=True)
+        for url in ("about:blank", path.resolve().as_uri()):  # away first: a page already open would not be loaded anew
+            self._events.clear()
+            self.send("Page.navigate", url=url)
+            self._wait(lambda each: each.get("method") == "Page.loadEventFired", keep=True)
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression."""

@@ -150,7 +150,7 @@ def explain_walk(
     for cycle in cycles(walk, policy, cost, head):
         explanation = explain(policy, cycle.situation, cycle.choice, cost)
         choice, cache = cycle.choice, cycle.situation.cache
-        drafted = cache.first(choice.length) if choice.arm is Arm.CACHE and cache is not None else None
+        chosen = explanation.cache if choice.arm is Arm.CACHE else None
         record = StepRecord(
             position=cycle.position,
             context=cycle.situation.context,
@@ -165,7 +165,7 @@ def explain_walk(
             expected=choice.expected,
             reason=choice.reason,
         )
-        request.cycles.append(_cycle(request, record, explanation, drafted))
+        request.cycles.append(_cycle(request, record, explanation, chosen and chosen.first(choice.length)))
     return request
 
 

@@ -318,9 +318,15 @@ function close() {
 
 function listen() {
   const which = (event) => { const span = event.target.closest(".cycle"); return span ? Number(span.dataset.i) : null; };
-  const hovers = window.matchMedia("(hover: hover) and (min-width: 861px)");
-  answer.addEventListener("mouseover", (event) => { const index = which(event); if (hovers.matches && index !== null) show(index); });
-  answer.addEventListener("mouseleave", () => { if (hovers.matches) show(pinned); });
+  const wide = window.matchMedia("(min-width: 861px)");
+  const hovers = (event) => event.pointerType === "mouse" && wide.matches;
+  let mouse = "";  // a page that scrolls under a resting mouse is no hovering
+  answer.addEventListener("pointermove", (event) => {
+    const index = which(event), place = `${event.clientX} ${event.clientY}`;
+    if (hovers(event) && index !== null && place !== mouse) show(index);
+    mouse = place;
+  });
+  answer.addEventListener("pointerleave", (event) => { if (hovers(event)) show(pinned); });
   answer.addEventListener("click", (event) => { const index = which(event); if (index !== null) pin(index, true); });
   answer.addEventListener("focusin", (event) => { const index = which(event); if (index !== null && index !== shown) show(index); });
   document.addEventListener("keydown", (event) => {
