@@ -5,7 +5,7 @@ Every group is given twice, as the rows of the summary are: with all prompts, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvd.bench.matrix import matrix
@@ -92,8 +92,8 @@ def _calibration(of: Tree) -> dict[str, Any]:
     return {model: {length: _curve(bins) for length, bins in lengths.items()} for model, lengths in of.items()}
 
 
-def _curve(bins: Iterable[Sequence[float]]) -> dict[str, Any]:
-    rows = [{"states": n, "predicted": told / n, "observed": came / n} for n, told, came in bins if n]
+def _curve(bins: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    rows = [{"states": n, "predicted": told / n, "observed": came / n} for _, (n, told, came) in sorted(bins.items())]
     states = sum(row["states"] for row in rows)
     error = sum(row["states"] * abs(row["predicted"] - row["observed"]) for row in rows)
     return {"states": states, "error": _share(error, states), "bins": rows}

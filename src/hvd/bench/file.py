@@ -88,8 +88,7 @@ class BenchFile:
         if self._path is None:
             return
         try:
-            text = json.dumps(self.content(), ensure_ascii=False, allow_nan=False, indent=1)
-            write_whole(self._path, text.encode())
+            write_whole(self._path, outline(self.content(), 3).encode())
         except OSError as error:
             raise ConfigError(f"can't write {self._path}: {error.strerror or error}") from error
 
@@ -105,6 +104,16 @@ class BenchFile:
                 raise ConfigError(f"{path} can't be resumed: it was made with {_difference(part, head[part], want)}")
         for name, entries in lists.items():
             setattr(self, name, entries)
+
+
+def outline(value: Any, depth: int) -> str:
+    """A JSON value in lines that people and diffs can read: one for each entry of its upper levels, no more."""
+    if depth and value and isinstance(value, dict):
+        lines = [f"{json.dumps(key)}: {outline(item, depth - 1)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(lines) + "\n}"
+    if depth and value and isinstance(value, list | tuple):
+        return "[\n" + ",\n".join(outline(item, depth - 1) for item in value) + "\n]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def read_bench(path: str | os.PathLike[str]) -> dict[str, Any]:

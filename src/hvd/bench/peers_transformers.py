@@ -33,6 +33,7 @@ def open_methods(setup: PeerSetup, wanted: Sequence[str]) -> tuple[list[PeerMeth
         raise MissingPeerError(f"transformers can't load {setup.model} ({_line(error)})") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16).eval()
+    model.generation_config = transformers.GenerationConfig()  # a checkpoint's own may ask for sampling or penalties
     return [Transformers(name, model, setup) for name in wanted], {}
 
 
@@ -67,13 +68,7 @@ class Transformers(PeerMethod):
         clock = _Clock()
         started = perf_counter()
         with torch.inference_mode():
-            self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=config,
-                streamer=clock,
-                use_model_defaults=False,
-            )
+            self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=clock)
         ended = perf_counter()
         tokens, reason = cut_at_stop(clock.tokens, self._setup.stop_ids)
         first, last = (clock.times[0], clock.times[-1]) if clock.times else (ended, ended)

@@ -94,10 +94,10 @@ class GateTally:
 
 @dataclass(slots=True)
 class CurveTally:
-    """Calibration of a survival model: for each length of CURVE_LENGTHS and each of BINS bins of the prediction
-    [states, sum of predictions, how many were accepted that far]."""
+    """Calibration of a survival model, by length of CURVE_LENGTHS and bin of the prediction (of BINS; empty ones are
+    left out): [states, sum of predictions, how many were accepted that far]."""
 
-    bins: dict[str, list[list[float]]] = field(default_factory=dict)
+    bins: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def count(self, survival: Float32Array, payoff: int) -> None:
         """Take in a forecast, float32 [n], and what came of it."""
@@ -105,8 +105,8 @@ class CurveTally:
             if length > len(survival):
                 break
             expected = float(np.clip(survival[length - 1], 0.0, 1.0))
-            rows = self.bins.setdefault(str(length), [[0, 0.0, 0] for _ in range(BINS)])
-            row = rows[min(BINS - 1, int(expected * BINS))]
+            place = str(min(BINS - 1, int(expected * BINS)))
+            row = self.bins.setdefault(str(length), {}).setdefault(place, [0, 0.0, 0])
             row[0] += 1
-            row[1] += expected
+            row[1] = round(row[1] + expected, 6)
             row[2] += int(payoff >= length)

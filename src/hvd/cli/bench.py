@@ -270,13 +270,14 @@ def _report(file: BenchFile) -> None:
     """The tables on stdout, what else there is to say on stderr."""
     from hvd.bench.matrix import matrix
     from hvd.bench.report import summarize
-    from hvd.cli.bench_tables import by_group, overview
+    from hvd.cli.bench_tables import NARROW, by_group, overview
 
     summary, console = summarize(file.records), stdout_console()
     if summary["rows"]:
         fastest = matrix([{"model": {"name": ""}, "records": file.records}])["fastest"]
         console.print(overview(summary, fastest, console.width))
-        for loops, title in ((True, "by set"), (False, "by set, without prompts that loop")):
+        more = ", tokens a pass in brackets" if console.width >= NARROW else ""
+        for loops, title in ((True, f"by set{more}"), (False, f"by set, without prompts that loop{more}")):
             if loops or summary["looped"]:
                 rows = [row for row in summary["rows"] if row["loops"] is loops]
                 for table in by_group(rows, title, console.width):

@@ -40,13 +40,16 @@ def overview(summary: Mapping[str, Any], fastest: Mapping[str, int], width: int)
 
 
 def by_group(rows: Rows, title: str, width: int) -> Iterator[Table]:
-    """Sets and categories downwards, methods across; as many tables as the width needs. `plain` is 1 everywhere."""
+    """Sets and categories downwards, methods across; as many tables as the width needs.
+
+    `plain` is 1 everywhere, and plain measured again has a line of its own: both are left out.
+    """
     groups = list(dict.fromkeys((row["level"], row["group"]) for row in rows))
     cells = {(row["level"], row["group"], row["policy"]): row for row in rows}
     columns = {
         policy: [_cell(cells.get((*group, policy)), group[0], width) for group in groups]
         for policy in dict.fromkeys(row["policy"] for row in rows)
-        if policy != "plain"
+        if policy not in ("plain", "plain-again")
     }
     prompts = [str(max(row["prompts"] for row in rows if (row["level"], row["group"]) == group)) for group in groups]
     names = [group for _, group in groups]
