@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hvd.errors import RequestError
 from hvd.tokenizer import Tokenizer
 from hvd.traces.importers import RECORDED, encode_turn
-from hvd.traces.logs_record import MARKER, Recorded, marked_role
+from hvd.traces.logs_record import MARKER, Recorded, group_of_prompt, marked_role
 from hvd.traces.prompts import Message
 from hvd.traces.schema import Trace
 from hvd.types import FinishReason, Int32Array
@@ -98,7 +98,7 @@ class Encoder:
             self.unreadable += 1
             return None
         trace = Trace(
-            id=f"{answer.group}#{answer.source}",
+            id=f"{self._group(answer)}#{answer.source}",
             prompt=before,
             response=response,
             token_classes=self._classes,
@@ -132,6 +132,12 @@ class Encoder:
         else:
             response = np.array(self._ended(answer.answer or ""), np.int32)
         return before, response, self._parts(before, text, _marked_spans(text))
+
+    def _group(self, answer: Recorded) -> str:
+        """The conversation; of a prompt that the log has as token ids only, known by its text as other prompts are."""
+        if answer.messages is None and answer.prompt is None:
+            return group_of_prompt(self._decoded(answer.prompt_ids, special=True))
+        return answer.group
 
     def _encoded(self, text: str) -> Int32Array:
         assert self.tokenizer is not None

@@ -18,16 +18,18 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hvd.errors import ConfigError, TraceError
-from hvd.traces.logs_chat import FORMS, MESSAGE_KEYS, Conversations, NoAnswerError, form_of
+from hvd.traces.logs_chat import FORMS, Conversations, NoAnswerError, form_of
 from hvd.traces.logs_record import Recorded
 from hvd.traces.logs_vllm import ABOUT, VLLM, VLLMLog, looks_like_vllm
 from hvd.traces.reader import read_traces
@@ -43,11 +45,16 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".log", ".txt", ".parquet", ".jsonl.gz
 
 LINE_LIMIT = 64 * 1024 * 1024
 NAMED = 5
-_HEAD = 256 * 1024
+_HEAD_LINES, _HEAD_BYTES = 1000, 1024 * 1024
 _BATCH = 64
+GZIP = b"\x1f\x8b"
 
 Progress = Callable[[int, int], None]
 """(bytes read, bytes of all files)"""
+
+
+class BadLineError(ValueError):
+    """Stands in the place of a line that can't be taken."""
 
 
 @dataclass(slots=True)
@@ -110,30 +117,27 @@ class LogReader:
     # -- text ---------------------------------------------------------------------------------------------------------
 
     def _lines(self, path: str) -> Iterator[Recorded]:
-        with _open(path) as raw:
-            stream = _unzipped(raw)
-            head = _peek(stream, path)
+        with _opened(path) as raw:
+            lines = _whole_lines(cast("IO[bytes]", gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == GZIP else raw))
+            head = _head(lines, path)
             tally = FileTally(_shown(path), self._form or _detect(head, path))
             self.tallies.append(tally)
             if tally.format == TRACES:
                 raise ConfigError(f"{path} is no Parquet file, so it holds no traces")
             reader = self._vllm if tally.format == VLLM else self._json
-            yield from reader(self._numbered(stream, raw, tally), tally)
+            yield from reader(self._numbered(chain(head, lines), raw, tally), tally)
 
-    def _numbered(self, stream: IO[bytes], raw: IO[bytes], tally: FileTally) -> Iterator[tuple[int, bytes]]:
-        try:
-            while line := stream.readline(LINE_LIMIT):
-                tally.lines += 1
-                if len(line) >= LINE_LIMIT:
-                    tally.fault(tally.lines, f"longer than {LINE_LIMIT} bytes")
-                    while line and not line.endswith(b"\n"):
-                        line = stream.readline(LINE_LIMIT)
-                    continue
-                if tally.lines % 128 == 0 and raw.seekable():
-                    self._progress(self._done + raw.tell(), self._total)
+    def _numbered(
+        self, lines: Iterable[bytes | BadLineError], raw: IO[bytes], tally: FileTally
+    ) -> Iterator[tuple[int, bytes]]:
+        for line in lines:
+            tally.lines += 1
+            if tally.lines % 128 == 0 and raw.seekable():
+                self._progress(self._done + raw.tell(), self._total)
+            if isinstance(line, bytes):
                 yield tally.lines, line
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            tally.fault(tally.lines + 1, f"the compressed file is torn here ({error})")
+            else:
+                tally.fault(tally.lines, str(line))
 
     def _json(self, lines: Iterable[tuple[int, bytes]], tally: FileTally) -> Iterator[Recorded]:
         for number, line in lines:
@@ -177,11 +181,11 @@ class LogReader:
             with pq.ParquetFile(path) as file:
                 schema = file.schema_arrow
                 ours = VERSION_KEY in (schema.metadata or {})
-                tally = FileTally(_shown(path), self._form or (TRACES if ours else _form_of_columns(schema, path)))
+                tally = FileTally(_shown(path), self._form or (TRACES if ours else _form_of_rows(file, path)))
                 self.tallies.append(tally)
                 if ours != (tally.format == TRACES):
                     raise ConfigError(f"{path} {'holds traces' if ours else 'is no trace file'}; leave --format out")
-                yield from self._traces(path, tally) if ours else self._rows(file, tally)
+                yield from (self._traces(path, tally) if ours else self._rows(file, tally))
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"{path}: a Parquet file that can't be read ({str(error).splitlines()[0]})") from error
 
@@ -223,53 +227,51 @@ def _inside(path: Path) -> list[str]:
     )
 
 
-def _open(path: str) -> io.BufferedReader:
+@contextmanager
+def _opened(path: str) -> Iterator[io.BufferedReader]:
+    """The bytes of a file; stdin stays open."""
     if path == STDIN:
-        return io.BufferedReader(_Rest(sys.stdin.buffer), _HEAD)
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror or error}") from error
+        yield cast("io.BufferedReader", sys.stdin.buffer)
+        return
+    with open(path, "rb") as file:
+        yield file
 
 
 def _magic(path: str) -> bytes:
-    with _open(path) as file:
+    with _opened(path) as file:
         return file.read(4)
 
 
-def _unzipped(raw: io.BufferedReader) -> io.BufferedReader:
-    """The text of a file, gzipped or not, with a beginning that can be looked at without taking it."""
-    if raw.peek(2)[:2] != b"\x1f\x8b":
-        return io.BufferedReader(_Rest(raw), _HEAD)
-    return io.BufferedReader(gzip.GzipFile(fileobj=raw), _HEAD)
-
-
-class _Rest(io.RawIOBase):
-    """A stream as a raw one, so that a larger buffer can stand on it."""
-
-    def __init__(self, inner: IO[bytes]) -> None:
-        self._inner = inner
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._inner.readinto(buffer)  # type: ignore[attr-defined, no-any-return]
-
-
-def _peek(stream: io.BufferedReader, path: str) -> bytes:
+def _whole_lines(stream: IO[bytes]) -> Iterator[bytes | BadLineError]:
+    """The lines of a stream; in place of one that can't be taken whole, why."""
     try:
-        head = stream.peek(_HEAD)
+        while line := stream.readline(LINE_LIMIT):
+            whole = len(line) < LINE_LIMIT
+            yield line if whole else BadLineError(f"longer than {LINE_LIMIT} bytes")
+            while not whole and line and not line.endswith(b"\n"):
+                line = stream.readline(LINE_LIMIT)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{path}: a gzip file that can't be read ({error})") from error
-    if not head.strip():
-        raise ConfigError(f"{path} is empty")
+        yield BadLineError(f"the compressed file is torn here ({error})")
+
+
+def _head(lines: Iterator[bytes | BadLineError], path: str) -> list[bytes | BadLineError]:
+    """The first lines, to find the format by. ConfigError when there is nothing in them."""
+    head: list[bytes | BadLineError] = []
+    size = 0
+    for line in lines:
+        head.append(line)
+        size += len(line) if isinstance(line, bytes) else 0
+        if len(head) >= _HEAD_LINES or size >= _HEAD_BYTES:
+            break
+    if not any(isinstance(line, bytes) and line.strip() for line in head):
+        why = next((str(line) for line in head if isinstance(line, BadLineError)), None)
+        raise ConfigError(f"{path} is empty" if why is None else f"{path} can't be read: {why}")
     return head
 
 
-def _detect(head: bytes, path: str) -> str:
+def _detect(head: Iterable[bytes | BadLineError], path: str) -> str:
     """The format by the first lines. ConfigError when it is none."""
-    lines = [line for line in head.split(b"\n") if line.strip()]
+    lines = [line for line in head if isinstance(line, bytes) and line.strip()]
     if lines[0].lstrip().startswith(b"["):
         raise ConfigError(f"{path} begins with a JSON array; give one record a line (jq -c '.[]' {path} > {path}l)")
     seen = 0
@@ -282,32 +284,21 @@ def _detect(head: bytes, path: str) -> str:
             seen += 1
             if (form := form_of(record)) is not None:
                 return form
-    if looks_like_vllm(head.decode("utf-8", "replace")):
+    if looks_like_vllm(b"".join(lines).decode("utf-8", "replace")):
         return VLLM
-    if (form := _torn_form(head)) is not None:
-        return form
     what = "JSON without messages, prompts or responses" if seen else "neither JSON Lines nor a vLLM log nor Parquet"
     raise ConfigError(
         f"{path}: the format is not known ({what}); known are {', '.join(FORMATS)}: force one with --format"
     )
 
 
-def _torn_form(head: bytes) -> str | None:
-    """A first record longer than what was looked at: go by the keys that it shows."""
-    if not head.lstrip().startswith(b"{"):
-        return None
-    shown = head.decode("utf-8", "replace")
-    asks = any(f'"{key}"' in shown for key in MESSAGE_KEYS)
-    if '"request"' in shown[:4096] or '"body"' in shown[:4096]:
-        return "requests"
-    return "chat" if asks else "completions" if '"prompt"' in shown else None
-
-
-def _form_of_columns(schema: Any, path: str) -> str:
-    form = form_of({name: [{}] if name in MESSAGE_KEYS else "x" for name in schema.names})
-    if form is None:
-        raise ConfigError(f"{path}: no column of messages or of prompts ({', '.join(schema.names[:8])} are there)")
-    return form
+def _form_of_rows(file: Any, path: str) -> str:
+    for batch in file.iter_batches(batch_size=1):
+        if (form := form_of(_without_none(batch.to_pylist()[0]))) is not None:
+            return form
+        break
+    names = ", ".join(file.schema_arrow.names[:8])
+    raise ConfigError(f"{path}: no column of messages, or of prompts and completions, or no rows (columns: {names})")
 
 
 def _without_none(value: Any) -> Any:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hvd.traces.logs_record import Recorded, digest, group_of, group_of_prompt, plain_message, text_of
+from hvd.traces.logs_record import ROLE_NAMES, Recorded, digest, group_of, group_of_prompt, plain_message, text_of
 from hvd.traces.prompts import Message
 
 MESSAGE_KEYS = ("messages", "conversations", "conversation", "trajectory")
@@ -29,6 +29,8 @@ class NoAnswerError(ValueError):
 def form_of(record: Mapping[str, Any]) -> str | None:
     """Which of `FORMS` a record has; None = none of them."""
     answered = any(record.get(key) is not None for key in RESPONSE_KEYS)
+    if _ends_with_assistant(record):
+        return CHAT
     asked = _request_of(record)
     if isinstance(asked, str):
         return COMPLETIONS
@@ -93,6 +95,13 @@ def _has_messages(record: Mapping[str, Any]) -> bool:
     return any(isinstance(record.get(key), list) for key in MESSAGE_KEYS)
 
 
+def _ends_with_assistant(record: Mapping[str, Any]) -> bool:
+    messages = next((record[key] for key in MESSAGE_KEYS if isinstance(record.get(key), list)), None)
+    last = messages[-1] if messages else None
+    said = last.get("role", last.get("from")) if isinstance(last, dict) else None
+    return isinstance(said, str) and ROLE_NAMES.get(said.lower()) == "assistant"
+
+
 def _stated_group(record: Mapping[str, Any]) -> str | None:
     for key in _CONVERSATION_IDS:
         if isinstance(record.get(key), str | int):
@@ -127,8 +136,10 @@ def _request_of(record: Mapping[str, Any]) -> list[Any] | str | None:
             given = _unpacked(record.get(key))
             if isinstance(given, list) and given and all(isinstance(part, dict) for part in given):
                 return given
-            if isinstance(given, str) and (key == "prompt" or key == "input"):
+            if isinstance(given, str) and key != "messages" and "instruction" not in record:
                 return given
+        if isinstance(record.get("instruction"), str):
+            return "\n\n".join(filter(None, (record["instruction"], text_of(record.get("input")))))
         inner = next((_unpacked(record[key]) for key in REQUEST_KEYS if key in record), None)
         if isinstance(inner, list | str):
             return inner

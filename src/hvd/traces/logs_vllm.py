@@ -32,7 +32,8 @@ ADVICE = (
 _TEXT = r"""('(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+"|None)"""
 _IDS = r"([\[(][\d, ]*[\])]|None)"
 _PROMPT = re.compile(rf"(?:Received request (\S+):|Request (\S+) details:) prompt: {_TEXT}")
-_PROMPT_IDS = re.compile(rf"prompt_token_ids: {_IDS}")
+_IDS_BEGIN = "prompt_token_ids: "
+_PROMPT_IDS = re.compile(rf"{_IDS_BEGIN}{_IDS}")
 _OUTPUT = re.compile(
     rf"Generated response (\S+?)(?: \(streaming (delta|complete)\))?: output: {_TEXT}"
     rf"(?:, output_token_ids: {_IDS})?(?:, finish_reason: (\w+))?"
@@ -88,7 +89,7 @@ class VLLMLog:
 
     def _request(self, found: re.Match[str], line: str) -> None:
         self.requests += found.group(1) is not None
-        ids = _PROMPT_IDS.search(line, found.end())
+        ids = _PROMPT_IDS.match(line, max(line.rfind(_IDS_BEGIN), found.end()))  # a stop text may say the same
         opened = _Open(_literal(found.group(3)), _numbers(ids.group(1) if ids else None))
         name = found.group(1) or found.group(2)
         self._forget(name)
@@ -126,7 +127,7 @@ class VLLMLog:
             opened.text, opened.ids = "", None
         if not said and numbers is None:
             return None
-        group = group_of_prompt(opened.prompt) if opened.prompt is not None else digest(str(opened.prompt_ids))
+        group = group_of_prompt(opened.prompt) if opened.prompt is not None else digest(source)
         return Recorded(
             source, self._dataset, group, None, opened.prompt, opened.prompt_ids, said, numbers, cut=finish == "length"
         )
