@@ -16,6 +16,7 @@ from typing import NoReturn
 import click
 
 from hvd import __version__
+from hvd.cli.analyze import analyze
 from hvd.cli.bench import bench
 from hvd.cli.convert import convert
 from hvd.cli.demo import demo
@@ -50,7 +51,7 @@ def hvd(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (generate, explain, convert, profile, trace, train, replay, bench, demo):
+for _command in (generate, explain, convert, profile, trace, train, replay, analyze, bench, demo):
     hvd.add_command(_command)
 
 
