@@ -51,6 +51,10 @@ class TraceError(HVDError):
     """A trace file can't be read."""
 
 
+class TrainingError(HVDError):
+    """Training can't go on: nothing to learn from, no room on the disk, or a loss that is not a number."""
+
+
 class MissingExtraError(HVDError, ImportError):
     """An optional dependency is not installed (the message says which extra to install)."""
 

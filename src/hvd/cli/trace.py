@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +11,9 @@ import click
 from hvd.cli.common import ModelOptions, check_policies, model_options, read_conversations, sampling_options
 from hvd.cli.console import emit_json, note, progress_bar, stdout_console
 from hvd.config import EngineConfig, SamplingParams
-from hvd.errors import ConfigError, RequestError
+from hvd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hvd.engine.llm import LLM, Completion
-    from hvd.traces.prompts import Prompt
     from hvd.traces.schema import Trace
 
 _SPLIT = click.option("--split", type=click.Choice(["train", "dev", "test"]), help="Only prompts of this split.")
@@ -45,6 +40,7 @@ def trace() -> None:
 @_LIMIT
 @_TURNS
 @click.option("--policy", default="hvd", help="Policy to decode with; it changes the time, not the text.")
+@click.option("--batch", type=click.IntRange(1), default=1, help="Conversations decoded side by side.")
 @click.option("--restart", is_flag=True, help="Collect again what the directory holds already.")
 @sampling_options
 @model_options
@@ -55,6 +51,7 @@ def collect(
     limit: int | None,
     turns: int | None,
     policy: str,
+    batch: int,
     restart: bool,
     params: SamplingParams,
     options: ModelOptions,
@@ -74,6 +71,7 @@ def collect(
     todo = read_conversations(prompts, split, limit, turns)
     llm = options.open(EngineConfig(policy=policy, record=True))
 
+    from hvd.traces.collect import collect_traces
     from hvd.traces.writer import TraceWriter
 
     if llm.tokenizer is None:
@@ -81,11 +79,14 @@ def collect(
     known = set() if restart else _known_ids(out, llm.target.spec.fingerprint)
     with TraceWriter(out, llm.tokenizer.token_classes()) as writer, progress_bar() as progress:
         total, done = sum(len(prompt.turns) for prompt in todo), 0
-        for prompt in todo:
-            for found in _answers(llm, prompt, params, known):
-                writer.add(found)
-            done += len(prompt.turns)
+
+        def on_turns(count: int) -> None:
+            nonlocal done
+            done += count
             progress("turns", done, total)
+
+        for found in collect_traces(llm, todo, params, known=known, batch=batch, warn=note, on_turns=on_turns):
+            writer.add(found)
         writer.flush()
         note(f"{writer.written} traces written to {out}" + (f", {len(known)} were there" if known else ""))
 
@@ -97,50 +98,6 @@ def _known_ids(directory: Path, fingerprint: str) -> set[str]:
     if not directory.is_dir() or not any(directory.glob("*.parquet")):
         return set()
     return {found.id for found in read_traces(directory, warn=note) if found.model_fingerprint == fingerprint}
-
-
-def _answers(llm: LLM, prompt: Prompt, params: SamplingParams, known: set[str]) -> Iterator[Trace]:
-    """Traces of the turns that are not known. Known turns of an unfinished conversation run again, for their text."""
-    from hvd.bench.conversation import Conversation, turn_ids
-
-    if known.issuperset(turn_ids(prompt)):
-        return
-    conversation = Conversation(prompt)
-    for id_, messages in conversation:
-        try:
-            [completion] = llm.chat([messages], params)
-        except RequestError as error:
-            note(f"{id_}: {error}; skipped")
-            return
-        conversation.answered(completion.text)
-        if id_ not in known:
-            yield _trace(llm, prompt, id_, completion, params)
-
-
-def _trace(llm: LLM, prompt: Prompt, id_: str, completion: Completion, params: SamplingParams) -> Trace:
-    import numpy as np
-
-    from hvd.traces.schema import Trace
-
-    assert llm.tokenizer is not None
-    spec = llm.target.spec
-    return Trace(
-        id=id_,
-        prompt=np.asarray(completion.prompt_token_ids, np.int32),
-        response=np.asarray(completion.token_ids, np.int32),
-        token_classes=np.zeros(0, np.uint8),  # the writer keeps them once a file
-        finish_reason=completion.finish_reason,
-        model=spec.name,
-        model_fingerprint=spec.fingerprint,
-        tokenizer_fingerprint=llm.tokenizer.fingerprint,
-        dataset=prompt.dataset,
-        category=prompt.category,
-        split=prompt.split,
-        sampling=json.dumps(asdict(params)),
-        policy=completion.policy,
-        created=time.time(),
-        steps=tuple(completion.records),
-    )
 
 
 @trace.command("import")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from hvd.cli.console import emit_json, note, progress_bar, stdout_console
+from hvd.cli.train_eagle3 import eagle3
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
 
 @click.group()
 def train() -> None:
-    """Train what hvd learns from traces."""
+    """Train payoff predictors and EAGLE3 heads."""
+
+
+train.add_command(eagle3)
 
 
 @train.command()
@@ -71,6 +76,13 @@ def predictor(
     _print(report.judged)
     note(f"{report.traces} traces ({report.looped} cut at a loop), {report.groups} groups, {report.states} states "
          f"({report.test_states} held out, {report.censored} left out as cut off)")  # fmt: skip
+    if report.test_states < FEW_STATES:
+        note(f"WARNING: only {report.test_states} states to judge by, so the figures say little, and some do not exist "
+             f"(-); collect more traces, or give --test")  # fmt: skip
+
+
+FEW_STATES = 200
+"""Held-out states below which the judgement comes with a warning."""
 
 
 def _print(judged: tuple[StatesReport, ...]) -> None:
@@ -82,14 +94,17 @@ def _print(judged: tuple[StatesReport, ...]) -> None:
 def _table(report: StatesReport) -> Table:
     from rich.table import Table
 
-    title = (
-        f"payoff >= 6, {report.kind}: {report.states} states, {report.paying:.1%} pay; macro over data sets in brackets"
-    )
+    paying = "-" if math.isnan(report.paying) else f"{report.paying:.1%}"
+    title = f"payoff >= 6, {report.kind}: {report.states} states, {paying} pay; macro over data sets in brackets"
     table = Table("gate", "precision", "recall", "F1", "AUC", "calibration error", title=title)
     for gate in report.gates:
         pairs = [
             (getattr(gate.micro, name), getattr(gate.macro, name)) for name in ("precision", "recall", "f1", "auc")
         ]
-        error = "-" if gate.ece != gate.ece else f"{gate.ece:.3f}"
-        table.add_row(gate.name, *(f"{micro:.3f} ({macro:.3f})" for micro, macro in pairs), error)
+        table.add_row(gate.name, *(f"{_figure(micro)} ({_figure(macro)})" for micro, macro in pairs), _figure(gate.ece))
     return table
+
+
+def _figure(value: float) -> str:
+    """ "-" where a figure does not exist."""
+    return "-" if math.isnan(value) else f"{value:.3f}"

@@ -134,9 +134,13 @@ class TorchDecoder:
             x = x + self._mlp(layer, self._rms(x, layer.post_norm))
         return x, entering
 
+    def normed(self, states: Tensor) -> Tensor:
+        """[n, H] behind the last layer -> [n, H], what the output matrix is applied to."""
+        return self._rms(states, self.norm)
+
     def logits(self, states: Tensor) -> Tensor:
         """[n, H] behind the last layer -> [n, V]."""
-        return functional.linear(self._rms(states, self.norm), self.head)
+        return functional.linear(self.normed(states), self.head)
 
     def _attend(self, index: int, layer: Layer, x: Tensor, row: Row) -> Tensor:
         config = self.config

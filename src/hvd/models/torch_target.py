@@ -98,6 +98,23 @@ class TorchTarget(Target):
         cache.close()
         return states
 
+    @torch.inference_mode()
+    def read(self, texts: Sequence[Int32Array]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What training an EAGLE3 head needs of whole texts, in one pass: int32 [n] -> ([n, A*H], [n, H]) each.
+
+        The first are the states entering `spec.aux_layers`; the second those behind the final norm, of which the output
+        matrix makes logits. Both on the target's device, in its dtype. Raises ValueError as `forward` does.
+        """
+        caches = [self.open() for _ in texts]
+        spans = [Span(cache, text, rows="none", hidden=True) for cache, text in zip(caches, texts, strict=True)]
+        check_spans(spans, self.spec.vocab_size, self.spec.context_limit)
+        for text, cache in zip(texts, caches, strict=True):
+            cache.reserve(len(text))
+        row = self._row(spans, caches)
+        states, entering = self.decoder.forward(row, self.spec.aux_layers)
+        final, side = self.decoder.normed(states), torch.cat(entering, dim=-1)
+        return [(side[part.start : part.end], final[part.start : part.end]) for part in row.stretches]
+
     def _own(self, cache: KVCache) -> TorchKVCache:
         if not isinstance(cache, TorchKVCache):
             raise TypeError(f"the torch backend needs a cache that it opened itself, got {type(cache).__name__}")
