@@ -33,7 +33,9 @@ BESIDE = {"testing": RANK["engine"]}
 """Fakes for users' tests: they see what the engine sees, and nothing of ours imports them."""
 
 MODULES = sorted(SOURCE.rglob("*.py"))
-OPTIONAL = {"torch"}
+OPTIONAL = {"torch", "safetensors", "transformers", "llama_cpp", "vllm"}
+PEERS = {"torch", "transformers", "llama_cpp", "vllm"}
+"""Programs that a benchmark runs beside ours: imported by their adapters alone, inside functions."""
 
 
 def imports(path: Path, *, top_level: bool = False) -> Iterator[tuple[str, int]]:
@@ -63,7 +65,7 @@ def room_of(path: Path) -> str:
 
 
 def test_every_file_is_in_a_known_room() -> None:
-    assert {room_of(path) for path in MODULES} - set(RANK) - set(BESIDE) == {"__init__"}
+    assert {room_of(path) for path in MODULES} - set(RANK) - set(BESIDE) == {"__init__", "__main__"}
 
 
 def test_the_architecture_page_lists_the_same_rooms_in_the_same_order() -> None:
@@ -75,8 +77,8 @@ def test_the_architecture_page_lists_the_same_rooms_in_the_same_order() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_a_room_imports_only_itself_and_rooms_above(path: Path) -> None:
     room = room_of(path)
-    if room == "__init__":
-        return  # the package's front: it re-exports, lazily
+    if room in ("__init__", "__main__"):
+        return  # the package's front: it re-exports, lazily; the program's
     rank = RANK.get(room, BESIDE.get(room))
     assert rank is not None
     for name, line in imports(path):
@@ -96,7 +98,9 @@ def test_torch_is_imported_by_the_torch_backend_and_head_training_alone(path: Pa
     name = str(path.relative_to(SOURCE))
     everywhere = {imported.split(".")[0] for imported, _ in imports(path)}
     at_import = {imported.split(".")[0] for imported, _ in imports(path, top_level=True)}
-    assert "transformers" not in everywhere, f"{name} imports transformers"
+    adapter = re.match(r"bench/peers", name)
+    assert adapter or not everywhere & (PEERS - {"torch"}), f"{name} imports a peer"
+    assert not at_import & (PEERS - {"torch"}), f"{name} imports a peer at its top"
     if not re.match(r"(models/torch_|training/eagle3)", name):
         assert "torch" not in at_import, f"{name} imports torch at its top"
     for imported, line in imports(path, top_level=True):

@@ -136,7 +136,7 @@ def bench(options: ModelOptions, **given: Any) -> None:
     what = BenchOptions(**{field.name: given[field.name] for field in fields(BenchOptions)})
     what.check()
     params = SamplingParams(max_tokens=what.max_tokens, temperature=what.temperature, seed=what.seed)
-    names, peer_names = _policies(what.policies, options.eagle3 is not None), _names(what.peers)
+    names, peer_names = _policies(what.policies, options.named_head is not None), _names(what.peers)
     check_peers(peer_names)
     predictors = check_policies([name.partition("@")[0] for name in names], options.predictor)
     prompts, data = _prompts(what)
@@ -225,7 +225,7 @@ def _peers(
     from hvd.bench.peers import PeerSetup, open_peers
 
     stop = () if params.ignore_eos or base.tokenizer is None else tuple(base.tokenizer.eos_token_ids)
-    setup = PeerSetup(options.model, options.threads, stop, base.target.spec.context_limit, options.eagle3)
+    setup = PeerSetup(options.model, options.threads, stop, base.target.spec.context_limit, options.named_head)
     peers, missing = open_peers(names, setup)
     for name, why in missing.items():
         note(f"MISSING PEER: {name}: {why}")

@@ -30,9 +30,14 @@ class ModelOptions:
     weights: str = "auto"
     device: str = "auto"
     threads: int | None = None
-    eagle3: str | None = None
+    eagle3: str = "auto"
     predictor: tuple[str, ...] = ()
     cost: str | None = None
+
+    @property
+    def named_head(self) -> str | None:
+        """The EAGLE3 head that was named: neither whatever ships nor none."""
+        return None if self.eagle3 in ("auto", "none") else self.eagle3
 
     def open(self, config: EngineConfig | None = None) -> LLM:
         """Load the model (and convert it the first time), with progress on stderr."""
@@ -61,7 +66,11 @@ _MODEL = (
         "--device", default="auto", help="auto, cpu or cuda; auto: for torch a GPU where there is one, else cpu."
     ),
     click.option("--threads", type=click.IntRange(1), help="CPU threads (all cores when not given)."),
-    click.option("--eagle3", help="EAGLE3 head: directory or hub id."),
+    click.option(
+        "--eagle3",
+        default="auto",
+        help="EAGLE3 head: directory or hub id; auto: the one that ships for this model, if any; none: without.",
+    ),
     click.option(
         "--predictor",
         multiple=True,

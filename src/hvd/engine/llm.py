@@ -21,10 +21,11 @@ from hvd.engine.engine import Engine
 from hvd.engine.fair_lock import FairLock
 from hvd.engine.request import Request
 from hvd.engine.text import Piece, TextStream
-from hvd.errors import RequestError
+from hvd.errors import ConfigError, RequestError
 from hvd.models.checkpoint import load_checkpoint
 from hvd.models.eagle3_checkpoint import stated_aux_layers
 from hvd.models.loader import load_target
+from hvd.models.shipped import AUTO, choose_head
 from hvd.models.target import Target
 from hvd.payoff.cost import CostModel
 from hvd.payoff.history import History
@@ -117,7 +118,7 @@ class LLM:
     model      Hugging Face directory, hub id or GGUF file
     backend    "auto", "onnx" or "torch"
     weights    "auto", "int4", "int8", "fp32" (onnx) or a torch dtype name
-    eagle3     EAGLE3 head directory or hub id; None = no head
+    eagle3     EAGLE3 head directory or hub id; "auto" = the one that ships for this target, if any; "none" = no head
     predictor  payoff predictor file, or one of each kind; None = those that ship with the package; "none" = decide from
                trie probabilities and recent outcomes alone
     cost       cost file made by `hvd profile`; None = the one kept for this machine and model, made if there is none
@@ -132,7 +133,7 @@ class LLM:
         *,
         backend: str = "auto",
         weights: str = "auto",
-        eagle3: str | Path | None = None,
+        eagle3: str | Path | None = AUTO,
         predictor: str | Path | Sequence[str | Path] | None = None,
         cost: str | Path | None = None,
         config: EngineConfig | None = None,
@@ -141,12 +142,14 @@ class LLM:
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         config = config or EngineConfig()
-        layers = None
-        if eagle3 is not None:
-            checkpoint = load_checkpoint(model)
-            layers = stated_aux_layers(eagle3, checkpoint.config.num_layers)
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+            raise ConfigError(f"threads must be a whole number from 1 on, or None for all cores, got {threads!r}")
+        predictors = list(gather_predictors(predictor).values())
+        checkpoint = load_checkpoint(model)
+        head = choose_head(eagle3, checkpoint.fingerprint)
+        layers = None if head is None else stated_aux_layers(head, checkpoint.config.num_layers)
         target, tokenizer = load_target(
-            model,
+            checkpoint,
             backend=backend,
             weights=weights,
             aux_layers=sorted(layers) if layers else None,
@@ -157,14 +160,14 @@ class LLM:
         drafters: dict[Arm, Drafter] = {
             Arm.CACHE: SuffixDrafter(config.suffix, target.spec.vocab_size, tokenizer.fingerprint)
         }
-        if eagle3 is not None:
+        if head is not None:
             drafters[Arm.EAGLE3] = load_eagle3_drafter(
-                eagle3, target.spec, checkpoint.tensor, config.eagle3, threads=threads
+                head, target.spec, checkpoint.tensor, config.eagle3, threads=threads
             )
         costs = (
             CostModel.load(cost) if cost is not None else load_or_profile(target, drafters.get(Arm.EAGLE3), progress)
         )
-        self._assemble(target, tokenizer, drafters, costs, config, list(gather_predictors(predictor).values()))
+        self._assemble(target, tokenizer, drafters, costs, config, predictors)
 
     @classmethod
     def from_parts(
@@ -299,6 +302,8 @@ class LLM:
         ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         limit = self._check(ids)
         name = self.config.policy if policy is None else policy
+        if not isinstance(name, str):
+            raise ConfigError(f"policy must be a policy's name, got {name!r}")
         self.engine.policy(name)
         return Request(
             ids,

@@ -20,7 +20,7 @@ rounded a second time). int4 saves a quarter of the time of narrow passes, and n
 
 
 def load_target(
-    source: str | Path,
+    source: str | Path | Checkpoint,
     *,
     backend: str = "auto",
     weights: str = "auto",
@@ -29,7 +29,7 @@ def load_target(
     device: str = "auto",
     progress: Progress | None = None,
 ) -> tuple[Target, Tokenizer]:
-    """Open a Hugging Face directory, a hub id or a GGUF file.
+    """Open a Hugging Face directory, a hub id, a GGUF file, or a checkpoint that is open already.
 
     backend      "auto": onnx on a CPU, torch on any other device
     weights      onnx: "int4", "int8", "fp32"; torch: "float64", "float32", "bfloat16", "float16"; "auto" = int8, or
@@ -48,7 +48,7 @@ def load_target(
         device = "cpu"
     if backend == "onnx" and device != "cpu":
         raise ConfigError(f"the onnx backend runs on device 'cpu', got {device!r}; use backend 'torch'")
-    checkpoint = load_checkpoint(source)
+    checkpoint = source if isinstance(source, Checkpoint) else load_checkpoint(source)
     if backend == "torch" or device != "cpu":
         return _torch(checkpoint, weights, aux_layers, threads, device), checkpoint.tokenizer()
     converted = converted_model(checkpoint, weights, progress)

@@ -36,9 +36,9 @@ class Scene:
 
 @click.command(hidden=True)
 @click.option("--model", "-m", help=f"Model to use ({MODEL_FILE} out of the package {PACKAGE} when not given).")
-@click.option("--eagle3", help="EAGLE3 head: directory or hub id.")
+@click.option("--eagle3", default="auto", help="EAGLE3 head: directory or hub id; auto: the one that ships, if any.")
 @click.option("--predictor", multiple=True, help="Payoff predictor made by 'hvd train predictor'.")
-def demo(model: str | None, eagle3: str | None, predictor: tuple[str, ...]) -> None:
+def demo(model: str | None, eagle3: str, predictor: tuple[str, ...]) -> None:
     """Decode three prompts plainly and with HVD; every token shows which arm drafted it.
 
     \b
