@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd.errors import PredictorError
+from hvd.errors import ConfigError, PredictorError
 from hvd.payoff import cost as cost_module
 from hvd.payoff.cost import CostModel, Surface, hardware_fingerprint
 
@@ -258,3 +258,9 @@ def test_torn_missing_and_other_machines_files_are_refused(tmp_path: Path) -> No
 def test_the_hardware_has_a_stable_fingerprint() -> None:
     assert hardware_fingerprint() == hardware_fingerprint()
     assert len(hardware_fingerprint()) == 16
+
+
+def test_a_file_that_cant_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match=r"can't write the cost file .*cost\.json"):
+        model().save(tmp_path / "file" / "cost.json")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
-from hvd.config import SamplingParams
+from hvd.config import EngineConfig, SamplingParams
+from hvd.engine.llm import LLM
 from hvd.errors import ConfigError, HVDError, RequestError
 from hvd.testing import FakeTarget
 from hvd.types import Arm, FinishReason
@@ -231,3 +233,29 @@ def test_an_unstarted_request_can_be_cancelled_and_an_empty_step_is_harmless() -
     assert stream.completion().token_ids == []
     llm.step()
     assert llm.engine.live == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"threads": "2"}, "threads must be a whole number"),
+        ({"threads": 2.5}, "threads must be a whole number"),
+        ({"threads": True}, "threads must be a whole number"),
+        ({"threads": 0}, "threads must be a whole number"),
+        ({"predictor": 5}, "predictor must be a file"),
+        ({"predictor": [5]}, "predictor must be a file"),
+    ],
+)
+def test_values_of_another_kind_are_refused_in_one_line_before_a_model_is_loaded(
+    option: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LLM("no-such-model", **option)
+
+
+def test_a_policy_is_a_name() -> None:
+    with pytest.raises(ConfigError, match="policy must be a policy's name, got 5"):
+        EngineConfig(policy=5)  # type: ignore[arg-type]
+    llm = make_llm(FakeTarget())
+    with pytest.raises(ConfigError, match="policy must be a policy's name, got 5"):
+        llm.generate([[1, 2]], policy=5)  # type: ignore[arg-type]

@@ -112,6 +112,18 @@ def test_a_broken_line_costs_that_line_only(tmp_path: Path, line: str) -> None:
     assert all("\n" not in warning for warning in warnings)
 
 
+def test_a_broken_line_is_told_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "one"}\n\nnot json\n{"prompt": "\xff"}\n' + b"[" * 100_000 + b"\n")
+    warnings: list[str] = []
+    assert len(list(read_prompts(path, warn=warnings.append))) == 1
+    assert warnings[:3] == [
+        f"{path}:3: not JSON (column 1); line skipped",
+        f"{path}:4: not UTF-8 text; line skipped",
+        f"{path}:5: nested too deeply; line skipped",
+    ]
+
+
 def test_a_line_that_is_not_utf8_costs_that_line_only(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"prompt": "\xff\xfe"}\n{"prompt": "two"}\n')

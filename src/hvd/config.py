@@ -200,3 +200,5 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _integer("max_batch", self.max_batch, 1, 4096)
         _integer("prefill_chunk", self.prefill_chunk, 2, 65536)
+        if not isinstance(self.policy, str):
+            raise ConfigError(f"policy must be a policy's name, got {self.policy!r}")

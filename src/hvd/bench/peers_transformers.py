@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,10 +27,10 @@ def open_methods(setup: PeerSetup, wanted: Sequence[str]) -> tuple[list[PeerMeth
         torch.set_num_threads(setup.threads)
     path = Path(setup.model)
     gguf = {"gguf_file": path.name} if path.is_file() else {}
+    where = str(path.parent) if gguf else setup.model
     try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(path.parent) if gguf else setup.model, dtype="auto", **gguf
-        )
+        with redirect_stderr(StringIO()):  # progress bars
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(where, dtype="auto", **gguf)
     except Exception as error:  # whatever it can't load, it is missing, and the run goes on
         raise MissingPeerError(f"transformers can't load {setup.model} ({_line(error)})") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"

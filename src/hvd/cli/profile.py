@@ -50,22 +50,29 @@ def profile(out: Path | None, quick: bool, as_json: bool, options: ModelOptions)
     cost.save(path)
     limit = llm.target.spec.context_limit
     table = _milliseconds(cost, [context for context in CONTEXTS if context < limit])
+    beyond = [context for context in table if int(context) > cost.measured_context]
     if as_json:
-        emit_json({"file": str(path), "hardware": cost.hardware, "model": cost.model, "milliseconds": table})
+        found = {"file": str(path), "hardware": cost.hardware, "model": cost.model, "milliseconds": table}
+        emit_json({**found, "extrapolated": beyond})
         return
     click.echo(str(path))
-    _print(table)
+    _print(table, beyond)
     note("milliseconds of a pass by verify width (across) and context (down)")
+    if beyond:
+        note(
+            f"* extrapolated: measured up to a context of {cost.measured_context}; without --quick longer ones are too"
+        )
 
 
 def _milliseconds(cost: CostModel, contexts: list[int]) -> dict[str, dict[str, float]]:
     return {str(c): {str(w): round(cost.verify(w, c) * 1e3, 3) for w in WIDTHS} for c in contexts}
 
 
-def _print(rows: dict[str, dict[str, float]]) -> None:
+def _print(rows: dict[str, dict[str, float]], beyond: list[str]) -> None:
     from rich.table import Table
 
     table = Table("context", *map(str, WIDTHS))
     for context, row in rows.items():
-        table.add_row(context, *(f"{value:.1f}" for value in row.values()))
+        mark = "*" if context in beyond else ""
+        table.add_row(context + mark, *(f"{value:.1f}{mark}" for value in row.values()))
     stderr_console().print(table)

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd.errors import PredictorError
+from hvd.errors import ConfigError, PredictorError
 from hvd.payoff.files import write_whole
 from hvd.types import Float64Array
 
@@ -178,6 +178,11 @@ class CostModel:
         self._verify_deviation = _Deviation(verify.sizes, _DEVIATION_RATE)
         self._head_deviation = _Deviation(self._head.sizes, _PACE_RATE)
 
+    @property
+    def measured_context(self) -> int:
+        """The longest context that passes were measured at; costs behind it are extrapolated."""
+        return self._verify.contexts[-1]
+
     # -- asking ---------------------------------------------------------------------------------------------------
 
     def verify_curve(self, limit: int, context: int) -> Float64Array:
@@ -258,7 +263,10 @@ class CostModel:
     # -- keeping --------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the measurements to a JSON file, atomically; online corrections belong to the moment and stay out."""
+        """Write the measurements to a JSON file, atomically; online corrections belong to the moment and stay out.
+
+        Raises ConfigError when the file can't be written.
+        """
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -272,7 +280,10 @@ class CostModel:
             "backlog_seconds": self._backlog_seconds,
         }
         content["checksum"] = _checksum(content)
-        write_whole(Path(path), json.dumps(content, indent=1).encode())
+        try:
+            write_whole(Path(path), json.dumps(content, indent=1).encode())
+        except OSError as error:
+            raise ConfigError(f"can't write the cost file {path}: {error.strerror or error}") from error
 
     @classmethod
     def load(cls, path: str | Path, *, model: str | None = None, hardware: str | None = None) -> CostModel:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from hvd.drafters.base import Drafter
-from hvd.errors import PredictorError
+from hvd.errors import ConfigError, PredictorError
 from hvd.models.onnx_cache import cache_root
 from hvd.models.target import KVCache, Span, Target
 from hvd.payoff.cost import CostModel, Surface, hardware_fingerprint
@@ -84,7 +84,7 @@ def load_or_profile(target: Target, eagle3: Drafter | None = None, progress: Pro
         cost = profile(target, eagle3, quick=True, progress=progress)
         try:
             cost.save(path)
-        except OSError as error:
+        except ConfigError as error:
             _LOG.warning("can't keep the measured costs in %s (%s); set HVD_CACHE to another place", path.parent, error)
         return cost
 

@@ -85,8 +85,8 @@ def _read_file(path: Path, split: str | None, limit: int | None, warn: Callable[
         if not line.strip():
             continue
         try:
-            prompt = parse_record(json.loads(line), path.stem, number)
-        except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
+            prompt = parse_record(_json(line), path.stem, number)
+        except ValueError as error:
             warn(f"{path}:{number}: {error}; line skipped")
             bad += 1
             continue
@@ -95,6 +95,18 @@ def _read_file(path: Path, split: str | None, limit: int | None, warn: Callable[
             yield prompt
     if bad:
         warn(f"{path}: {bad} broken {'line' if bad == 1 else 'lines'} skipped")
+
+
+def _json(line: bytes) -> Any:
+    """The value of a line. ValueError in words that help whoever wrote it."""
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError as error:
+        raise ValueError("not UTF-8 text") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON (column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -21,9 +21,14 @@ _KINDS = ("survival", "scalar")
 def gather_predictors(given: str | Path | Sequence[str | Path] | None = None) -> dict[str, Predictor]:
     """One predictor a kind: the files given, and the shipped ones for the other kinds; none for "none".
 
-    Raises ConfigError for two files of one kind, PredictorError for a file that can't be read.
+    Raises ConfigError for what is no path, and for two files of one kind, PredictorError for a file that can't be read.
     """
+    if given is not None and not isinstance(given, str | Path | Sequence):
+        raise ConfigError(f"predictor must be a file, several files or {NONE!r}, got {given!r}")
     paths = [] if given is None else [given] if isinstance(given, str | Path) else list(given)
+    wrong = next((path for path in paths if not isinstance(path, str | Path)), None)
+    if wrong is not None:
+        raise ConfigError(f"predictor must be a file, several files or {NONE!r}, got {wrong!r}")
     if NONE in map(str, paths):
         if len(paths) > 1:
             raise ConfigError(f"predictor {NONE!r} stands alone; leave out the files beside it")

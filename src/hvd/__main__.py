@@ -1,0 +1,5 @@
+"""`python -m hvd` is the program `hvd`."""
+
+from hvd.cli.main import run
+
+run()
