@@ -100,7 +100,7 @@ class Encoder:
         trace = Trace(
             id=f"{self._group(answer)}#{answer.source}",
             prompt=before,
-            response=response,
+            response=self._without_end(response) if answer.cut else response,
             token_classes=self._classes,
             finish_reason=FinishReason.LENGTH if answer.cut else FinishReason.STOP,
             model=RECORDED,
@@ -132,6 +132,11 @@ class Encoder:
         else:
             response = np.array(self._ended(answer.answer or ""), np.int32)
         return before, response, self._parts(before, text, _marked_spans(text))
+
+    def _without_end(self, response: Int32Array) -> Int32Array:
+        """A response that was cut off never came to its end token."""
+        assert self.tokenizer is not None
+        return response[:-1] if len(response) and response[-1] in self.tokenizer.eos_token_ids else response
 
     def _group(self, answer: Recorded) -> str:
         """The conversation; of a prompt that the log has as token ids only, known by its text as other prompts are."""
@@ -188,7 +193,7 @@ def _message_spans(text: str, messages: Sequence[Message]) -> list[tuple[int, in
 def _marked_spans(text: str) -> list[tuple[int, int, Part]]:
     """The parts of a finished prompt by its markers."""
     marks = list(MARKER.finditer(text))
-    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    ends = [*(mark.start() for mark in marks), len(text)][1:]
     spans = [(m.end(), end, _PART_OF_ROLE.get(marked_role(m))) for m, end in zip(marks, ends, strict=True)]
     return [(start, end, part) for start, end, part in spans if part is not None]
 
