@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hvd.report.explain_page import explain_page
 from hvd.testing import FakeTarget
 from hvd.tokenizer import Tokenizer
 from support import OracleDrafter, make_llm, plain
+from test_report_bench import measure, page_of
 from test_report_explain import worst_case
 
 V = 512
@@ -248,3 +250,116 @@ def test_an_empty_answer_and_a_wild_hash_do_no_harm(browser: Browser, explained:
         browser.run(f"location.hash = {wild!r}; location.reload()")
         browser.run("new Promise((done) => setTimeout(done, 100))")
         assert cycle_shown(browser) >= 1
+
+
+# -- hvd bench, hvd report --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A page of two models, one of them with prompts that loop."""
+    content = measure(Tokenizer.from_directory(tiny_model("llama", vocab=V)))
+    other = copy.deepcopy(content)
+    other["model"]["name"] = "other"
+    other["summary"]["looped"] = 3
+    path = tmp_path_factory.mktemp("bench") / "page.html"
+    path.write_text(page_of(content, other), "utf-8")
+    return path, content
+
+
+def column(browser: Browser, table: str, index: int) -> list[str]:
+    shown: list[str] = browser.run(
+        f"[...document.querySelectorAll({table!r})][0].tBodies[0].rows.length && "
+        f"[...document.querySelector({table!r}).tBodies[0].rows].map((row) => row.cells[{index}].textContent)"
+    )
+    return shown
+
+
+def test_the_benchmark_is_drawn(browser: Browser, measured: tuple[Path, dict[str, Any]]) -> None:
+    browser.open(measured[0])
+    sound(browser)
+    assert browser.run("document.querySelectorAll('article').length") == 2
+    assert browser.run("document.querySelectorAll('#requests tbody tr').length") == 12
+    assert browser.run("document.querySelectorAll('svg.plot').length") > 6
+    assert "fake <b>model</b>" in browser.run("document.querySelector('h1').textContent")
+    text = browser.run("document.body.innerText")
+    assert not any(word in text for word in ("NaN", "undefined", "Infinity", "None"))
+
+
+def test_tables_sort_by_click_and_by_key(browser: Browser, measured: tuple[Path, dict[str, Any]]) -> None:
+    browser.open(measured[0])
+    speed = "#requests th:nth-child(7) button"
+    browser.click(speed)
+    assert browser.run("document.querySelector('#requests th:nth-child(7)').ariaSort") == "descending"
+    values = [float(text[:-1]) for text in column(browser, "#requests table", 6)]
+    assert values == sorted(values, reverse=True)
+    browser.run(f"document.querySelector({speed!r}).focus()")
+    browser.key("Enter")
+    assert [float(text[:-1]) for text in column(browser, "#requests table", 6)] == sorted(values)
+    browser.click("#requests th:nth-child(2) button")
+    names = column(browser, "#requests table", 1)
+    assert names == sorted(names)
+    assert browser.run("document.querySelectorAll('#requests thead th[aria-sort]').length") == 1
+    assert browser.run("compare(null, 1, 1) > 0 && compare(null, 1, -1) > 0 && compare('a10', 'a9', 1) > 0")
+    sound(browser)
+
+
+def test_a_request_can_be_opened(browser: Browser, measured: tuple[Path, dict[str, Any]]) -> None:
+    path, content = measured
+    browser.open(path)
+    browser.click("button.open[data-key='0-1']")
+    id_ = browser.run("document.querySelector(\"button.open[data-key='0-1']\").textContent")
+    rows = browser.run("[...document.querySelectorAll('tr.detail tbody tr')].map((row) => "
+                       "[...row.cells].map((cell) => cell.textContent))")  # fmt: skip
+    records = {record["policy"]: record for record in content["records"] if record["id"] == id_}
+    assert [row[0] for row in rows] == list(records)
+    for row in rows:
+        record = records[row[0]]
+        assert row[3:5] == [str(record["tokens"]), str(record["cycles"])]
+        assert row[6:9] == [str(record["drafted"]), str(record["accepted"]), str(record["positions"])]
+        assert row[-1] == "identical"
+    assert browser.run("document.querySelector(\"button.open[data-key='0-1']\").ariaExpanded") == "true"
+    browser.click("button.open[data-key='1-2']")
+    assert browser.run("document.querySelectorAll('tr.detail').length") == 1
+    browser.run("document.querySelector(\"button.open[data-key='1-2']\").focus()")
+    browser.key("Enter")
+    assert browser.run("document.querySelectorAll('tr.detail').length") == 0
+    sound(browser)
+
+
+def test_requests_are_filtered_and_loops_left_out(browser: Browser, measured: tuple[Path, dict[str, Any]]) -> None:
+    browser.open(measured[0])
+    browser.click("#filter")
+    browser.send("Input.insertText", text="EDITS")
+    shown = browser.run("[...document.querySelectorAll('#requests tbody tr')].filter((row) => !row.hidden).length")
+    assert shown == 4
+    one, two = (
+        f"document.querySelector('#model-1 .variant[data-loops={kind}]').checkVisibility()"
+        for kind in ("all", "straight")
+    )
+    assert (browser.run(one), browser.run(two)) == (True, False)
+    browser.click("input[value='straight']")
+    assert (browser.run(one), browser.run(two)) == (False, True)
+    assert browser.run("document.querySelector('#model-0 .variant').checkVisibility()"), "it has no other variant"
+    sound(browser)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_benchmark_on_a_phone(browser: Browser, measured: tuple[Path, dict[str, Any]], dark: bool) -> None:
+    browser.open(measured[0], width=360, height=740, dark=dark)
+    browser.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    browser.click("button.open[data-key='0-0']")
+    sound(browser)
+    assert browser.run("document.querySelectorAll('tr.detail').length") == 1
+    drawn = "[...document.querySelectorAll('svg text')].filter((each) => each.getClientRects().length)"
+    small = browser.run(f"Math.min(...{drawn}.map((each) => each.getBoundingClientRect().height))")
+    assert small >= 9, "axis labels can't be read"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_benchmark_can_be_read(browser: Browser, measured: tuple[Path, dict[str, Any]], dark: bool) -> None:
+    browser.open(measured[0], dark=dark)
+    browser.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    browser.click("button.open[data-key='0-0']")
+    worst = browser.run(CONTRAST)
+    assert worst["ratio"] >= 4.5, worst

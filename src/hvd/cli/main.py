@@ -24,6 +24,7 @@ from hvd.cli.explain import explain
 from hvd.cli.generate import generate
 from hvd.cli.profile import profile
 from hvd.cli.replay import replay
+from hvd.cli.report import report
 from hvd.cli.trace import trace
 from hvd.cli.train import train
 from hvd.errors import HVDError
@@ -51,7 +52,7 @@ def hvd(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (generate, explain, convert, profile, trace, train, replay, analyze, bench, demo):
+for _command in (generate, explain, convert, profile, trace, train, replay, analyze, bench, report, demo):
     hvd.add_command(_command)
 
 

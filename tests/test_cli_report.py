@@ -1,0 +1,67 @@
+"""`hvd report`: a page of benchmark files; what can't be done is said in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvd.cli.main import main
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main(["report", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Five requests of a committed file."""
+    content = json.loads((RESULTS / "bench-qwen-coder.json").read_text("utf-8"))
+    ids = list(dict.fromkeys(record["id"] for record in content["records"]))[:5]
+    content["records"] = [record for record in content["records"] if record["id"] in ids]
+    (tmp_path / "small.json").write_text(json.dumps(content))
+    return tmp_path / "small.json"
+
+
+def refused(result: tuple[int, str, str], *words: str) -> None:
+    code, out, err = result
+    assert (code, out) == (2, ""), err
+    assert len(err.splitlines()) == 1, err
+    assert all(word in err for word in words), err
+
+
+def test_a_page_beside_the_file_or_where_it_is_wanted(run: Run, small: Path, tmp_path: Path) -> None:
+    page = tmp_path / "small.html"
+    assert run(small) == (0, "", f"wrote {page}\n")
+    assert page.read_text("utf-8").startswith("<!doctype html>")
+    refused(run(small), "exists already", "--overwrite", "--html")
+    assert run(small, "--overwrite", "--title", "Ours <3")[0] == 0
+    assert "<h1>Ours &lt;3</h1>" in page.read_text("utf-8")
+    both = tmp_path / "new" / "both.html"
+    assert run(small, small, "--html", both)[0] == 0
+    assert both.read_text("utf-8").count("<article") == 2
+
+
+def test_what_is_no_benchmark_is_refused(run: Run, small: Path, tmp_path: Path) -> None:
+    refused(run(), "BENCH.json")
+    refused(run(tmp_path / "none.json"), "can't read", "none.json")
+    for name, text in {"torn": '{"format": 2', "list": "[]", "other": '{"format": 1}', "new": '{"format": 99}'}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+        refused(run(tmp_path / f"{name}.json"), f"{name}.json")
+    content = json.loads(small.read_text("utf-8"))
+    (tmp_path / "empty.json").write_text(json.dumps({**content, "records": []}))
+    refused(run(tmp_path / "empty.json"), "empty.json", "records")
+    (tmp_path / "part.json").write_text(json.dumps({**content, "environment": {}}))
+    refused(run(tmp_path / "part.json"), "part.json", "no complete file")
+    assert not list(tmp_path.glob("*.html"))
