@@ -323,7 +323,7 @@ def test_too_little_data_is_said(source: str, tmp_path: Path) -> None:
     training = run(source, write(tmp_path / "l.jsonl", [conversation(1)]), learn=True).training
     assert training is not None
     assert training.verdict is Verdict.UNSURE
-    assert "1 conversations" in training.reason
+    assert "1 conversation," in training.reason
 
 
 @pytest.mark.parametrize(

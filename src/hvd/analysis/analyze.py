@@ -12,7 +12,7 @@ from hvd.analysis.encode import Asked, Encoder
 from hvd.analysis.learn import LEAST_GROUPS, Training, Verdict, compare, fit_all
 from hvd.analysis.result import Analysis, Histogram, Loops, speedup_intervals
 from hvd.analysis.sources import shares
-from hvd.analysis.study import CACHE, EDGES, Study, walked
+from hvd.analysis.study import CACHE, EDGES, Study, counted, walked
 from hvd.analysis.tokenizers import load_tokenizer
 from hvd.errors import ConfigError
 from hvd.payoff.cost import CostModel
@@ -151,7 +151,10 @@ def _loops(
     predictors: Sequence[Predictor],
     progress: Progress,
 ) -> Loops | None:
-    """Speed-ups with the loops left in: answers that loop are played again, whole, in place of their cut selves."""
+    """Speed-ups with the loops left in: answers that loop are played again, whole, in place of their cut selves.
+
+    The other answers' figures stay as they are, though a loop in the cache might have changed them a little.
+    """
     if not study.cut:
         return None
     names = (PLAIN, CACHE, HVD)
@@ -243,23 +246,23 @@ def _result(
 
 def _notes(tallies: Sequence[FileTally], encoder: Encoder, study: Study) -> Iterator[str]:
     """What readers should know of these figures, one line each."""
-    broken = sum(tally.broken for tally in tallies)
+    broken, unanswered, repeats = (
+        sum(getattr(t, name) for t in tallies) for name in ("broken", "unanswered", "repeats")
+    )
     if broken:
-        yield f"{broken} broken lines left out"
-    unanswered = sum(tally.unanswered for tally in tallies)
+        yield f"{counted(broken, 'broken line')} left out"
     if unanswered:
-        yield f"{unanswered} records without a recorded answer (or without its prompt) left out"
-    repeats = sum(tally.repeats for tally in tallies)
+        yield f"{counted(unanswered, 'record')} without a recorded answer (or without its prompt) left out"
     if repeats:
-        yield f"{repeats} answers were in an earlier record already and counted once"
+        yield f"{counted(repeats, 'answer')} that an earlier record had already, counted once"
     if encoder.refused:
-        yield f"{encoder.refused} answers: the chat template took no such conversation, messages were joined plainly"
+        yield f"{counted(encoder.refused, 'answer')}: the chat template refused the messages, they were joined plainly"
     if encoder.foreign:
-        yield f"{encoder.foreign} traces of another tokenizer left out"
+        yield f"{counted(encoder.foreign, 'trace')} of another tokenizer left out"
     if encoder.unreadable:
-        yield f"{encoder.unreadable} answers could not be encoded and were left out"
+        yield f"{counted(encoder.unreadable, 'answer')} that can't be encoded left out"
     if len(study.groups) < LEAST_GROUPS:
-        yield f"only {len(study.groups)} conversations: intervals say little"
+        yield f"only {counted(len(study.groups), 'conversation')}: intervals say little"
 
 
 def _nothing(tallies: Sequence[FileTally], encoder: Encoder) -> str:

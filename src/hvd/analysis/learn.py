@@ -10,7 +10,7 @@ from enum import StrEnum
 import numpy as np
 
 from hvd.analysis.encode import Asked
-from hvd.analysis.study import walked
+from hvd.analysis.study import counted, walked
 from hvd.payoff.cost import CostModel
 from hvd.payoff.hybrid import Hybrid
 from hvd.payoff.predictor import Predictor, SurvivalPredictor
@@ -83,7 +83,13 @@ def compare(
         least = f"at least {LEAST_GROUPS} conversations and {LEAST_STATES} states with a draft are needed"
         nan = float("nan")
         return Training(
-            Verdict.UNSURE, nan, nan, nan, groups, count, f"{groups} conversations, {count} states: {least}"
+            Verdict.UNSURE,
+            nan,
+            nan,
+            nan,
+            groups,
+            count,
+            f"{counted(groups, 'conversation')}, {counted(count, 'state')}: {least}",
         )
     folds = folds_of(states.groups)
     trained = [_fit_without(fold, states, folds, options, progress) for fold in range(FOLDS)]

@@ -129,6 +129,11 @@ class Study:
         (heapq.heappush if len(self._gains) < MOST_GAINS else heapq.heappushpop)(self._gains, entry)
 
 
+def counted(number: int, what: str) -> str:
+    """ "1 answer", "2 answers"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _bin(payoff: int) -> int:
     return sum(payoff >= edge for edge in EDGES) - 1
 

@@ -140,15 +140,18 @@ def _print(found: Analysis, show_text: bool, train: Path | None) -> None:
 
 
 def _head_lines(found: Analysis) -> Iterator[str]:
+    from hvd.analysis.study import counted
+
     files = found.files
     for tally in files[:_FILES]:
-        yield f"{tally.path}: {tally.format}, {tally.answers} answers in {tally.lines} {_unit(tally)}"
+        within = counted(tally.lines, _unit(tally))
+        yield f"{tally.path}: {tally.format}, {counted(tally.answers, 'answer')} in {within}"
     if len(files) > _FILES:
         yield f"and {len(files) - _FILES} more files"
     sampled = "" if found.share >= 0.9995 else f", a sample of {found.share:.1%} by whole conversations"
     yield (
-        f"analysed: {found.answers} of {found.answers_found} answers{sampled}; {found.groups} conversations, "
-        f"{found.tokens} answer tokens behind {found.prompt_tokens} prompt tokens"
+        f"analysed: {found.answers} of {counted(found.answers_found, 'answer')}{sampled}; "
+        f"{counted(found.groups, 'conversation')}, {found.tokens} answer tokens behind {found.prompt_tokens} of prompts"
     )
     yield from (f"note: {line}" for line in found.notes)
     yield f"cost: {found.cost}"
@@ -164,7 +167,7 @@ def _head_lines(found: Analysis) -> Iterator[str]:
 
 
 def _unit(tally: FileTally) -> str:
-    return "traces" if tally.format == "traces" else "rows" if tally.path.endswith(".parquet") else "lines"
+    return "trace" if tally.format == "traces" else "row" if tally.path.endswith(".parquet") else "line"
 
 
 def _policies(found: Analysis) -> Table:
