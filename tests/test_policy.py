@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hvd.errors import ConfigError
 from hvd.payoff.cost import CostModel, Surface
-from hvd.payoff.features import STATE_NAMES, TOKEN_NAMES
+from hvd.payoff.features import STATE_NAMES
 from hvd.payoff.history import History
 from hvd.payoff.hybrid import Hybrid
 from hvd.payoff.policy import Choice, Policy, Situation, make_policy, policy_names
@@ -50,14 +50,14 @@ def gpu_cost() -> CostModel:
 
 
 def constant_survival(logit: float) -> SurvivalPredictor:
-    inputs = len(TOKEN_NAMES) + len(STATE_NAMES)
+    inputs = len(SurvivalPredictor.input_names)
     layer = (np.zeros((inputs, 1), np.float32), np.array([logit], np.float32))
     return SurvivalPredictor(MLPWeights((layer,), np.zeros(inputs, np.float32), np.ones(inputs, np.float32)))
 
 
 def inverted_survival() -> SurvivalPredictor:
     """Confident where the cache has been wrong, hopeless where it has been right."""
-    names = (*TOKEN_NAMES, *STATE_NAMES)
+    names = SurvivalPredictor.input_names
     weight = np.zeros((len(names), 1), np.float32)
     weight[names.index("hits_8")] = -12.0
     layer = (weight, np.array([6.0], np.float32))

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd.errors import PredictorError
-from hvd.payoff.features import STATE_NAMES, TOKEN_NAMES, state_features, token_features
+from hvd.payoff.features import STATE_NAMES, features, slots, state_features
 from hvd.payoff.history import History
+from hvd.payoff.kernels import LEAST_SURVIVAL
 from hvd.payoff.online import HeadAcceptance, OnlineSurvival
 from hvd.payoff.predictor import (
-    FallbackSurvival,
     MLPWeights,
     ScalarPredictor,
     SurvivalPredictor,
@@ -28,7 +28,7 @@ from hvd.payoff.predictor import (
 from hvd.payoff.predictor_file import MAGIC
 from hvd.types import Arm, Draft
 
-INPUTS = len(TOKEN_NAMES) + len(STATE_NAMES)
+INPUTS = len(SurvivalPredictor.input_names)
 
 
 def weights(inputs: int, *hidden: int, seed: int = 0) -> MLPWeights:
@@ -63,12 +63,13 @@ def make_draft(n: int, match_len: int = 4, seed: int = 0) -> Draft:
 @given(st.integers(1, 130), st.integers(0, 40), st.integers(0, 1000), st.sampled_from(["fallback", "linear", "deep"]))
 def test_survival_never_increases(n: int, match_len: int, seed: int, which: str) -> None:
     model = {
-        "fallback": FallbackSurvival(),
+        "fallback": None,
         "linear": SurvivalPredictor(weights(INPUTS, seed=seed)),
         "deep": SurvivalPredictor(weights(INPUTS, 16, 8, seed=seed)),
     }[which]
-    survival = model.survival(history(seed % 7, seed % 5), make_draft(n, match_len, seed))
-    assert survival.shape == (n,)
+    past, draft = history(seed % 7, seed % 5), make_draft(n, match_len, seed)
+    survival = OnlineSurvival(model).forecast(past, draft).survival
+    assert len(survival) == n or (len(survival) < n and survival[-1] < LEAST_SURVIVAL <= survival[:-1].min(initial=1.0))
     assert survival.dtype == np.float32
     assert (survival >= 0).all()
     assert (survival <= 1).all()
@@ -79,14 +80,17 @@ def test_survival_never_increases(n: int, match_len: int, seed: int, which: str)
 def test_the_split_first_layer_equals_the_plain_forward_pass(hidden: tuple[int, ...]) -> None:
     mlp = weights(INPUTS, *hidden)
     past, draft = history(), make_draft(20)
-    state = np.broadcast_to(state_features(past, draft), (20, len(STATE_NAMES)))
-    x = (np.concatenate((token_features(past, draft), state), axis=1).astype(np.float64) - mlp.mean) / mlp.std
+    state, token = features(past, slots([draft]), 0)
+    inputs = np.concatenate((token, np.broadcast_to(state, (20, len(state)))), axis=1)
+    x = (inputs.astype(np.float64) - mlp.mean) / mlp.std
     for i, (weight, bias) in enumerate(mlp.layers):
         x = x @ weight + bias
         x = np.maximum(x, 0) if i + 1 < len(mlp.layers) else x
-    np.testing.assert_allclose(SurvivalPredictor(mlp).logits(past, draft), x[:, 0], rtol=1e-3, atol=1e-3)
-    inputs = np.concatenate((token_features(past, draft), state), axis=1)
     np.testing.assert_allclose(mlp.forward(inputs)[:, 0], x[:, 0], rtol=1e-3, atol=1e-3)
+    served = OnlineSurvival(SurvivalPredictor(mlp)).forecast(past, draft).trained
+    expected = 1.0 / (1.0 + np.exp(-x[:, 0]))
+    np.testing.assert_allclose(served, expected[: len(served)], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(SurvivalPredictor(mlp).hazard(past, draft), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_column_that_was_constant_in_training_is_ignored() -> None:
@@ -110,38 +114,45 @@ def test_scalar_prediction_is_not_negative() -> None:
 
 
 def test_fallback_likes_long_matches_hits_and_evidence() -> None:
-    model = FallbackSurvival()
     cold, warm = history(0, 8), history(8, 0)
-    assert (model.hazard(warm, make_draft(8)) > model.hazard(cold, make_draft(8))).all()
-    assert (model.hazard(warm, make_draft(8, match_len=20)) > model.hazard(warm, make_draft(8, match_len=1))).all()
+
+    def hazard(past: History, draft: Draft) -> np.ndarray:
+        return OnlineSurvival().forecast(past, draft).fallback
+
+    def above(one: np.ndarray, other: np.ndarray) -> bool:
+        n = min(len(one), len(other))
+        return bool((one[:n] > other[:n]).all())
+
+    assert above(hazard(warm, make_draft(8)), hazard(cold, make_draft(8)))
+    assert above(hazard(warm, make_draft(8, match_len=20)), hazard(warm, make_draft(8, match_len=1)))
     sure = Draft.chain(
         np.zeros(1, np.int32), Arm.CACHE, match_len=4, counts=np.array([90]), parent_counts=np.array([90])
     )
     weak = Draft.chain(np.zeros(1, np.int32), Arm.CACHE, match_len=4, counts=np.array([1]), parent_counts=np.array([1]))
-    assert model.hazard(warm, sure)[0] > model.hazard(warm, weak)[0]
+    assert hazard(warm, sure)[0] > hazard(warm, weak)[0]
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.5, 0.98])
 def test_fallback_comes_to_the_observed_rate(rate: float) -> None:
-    model = FallbackSurvival()
+    model = OnlineSurvival()
     past, draft = history(), make_draft(1)
     rng = np.random.default_rng(0)
     for _ in range(400):
-        model.learn(model.buckets(past, draft), model.prior(past, draft), 1, int(rng.random() < rate))
-    assert abs(float(model.hazard(past, draft)[0]) - rate) < 0.08
+        model.learn(model.forecast(past, draft), 1, int(rng.random() < rate))
+    assert abs(float(model.forecast(past, draft).fallback[0]) - rate) < 0.08
 
 
 def test_fallback_learns_only_from_tokens_that_were_reached() -> None:
-    model = FallbackSurvival()
-    past, draft = history(), make_draft(30, match_len=1)
-    before = model.hazard(past, draft)
-    buckets, prior = model.buckets(past, draft), model.prior(past, draft)
-    model.learn(buckets, prior, 30, 0)
-    after = model.hazard(past, draft)
-    assert after[0] < before[0]
-    unseen = buckets != buckets[0]
+    model = OnlineSurvival()
+    past, draft = history(8, 0), make_draft(30, match_len=1)
+    before = model.forecast(past, draft)
+    model.learn(before, 30, 0)
+    after = model.forecast(past, draft)
+    assert after.fallback[0] < before.fallback[0]
+    n = min(len(after.bucket), len(before.bucket))
+    unseen = before.bucket[:n] != before.bucket[0]
     assert unseen.any()
-    assert (after[unseen] == before[unseen]).all()
+    assert (after.fallback[:n][unseen] == before.fallback[:n][unseen]).all()
 
 
 # -- corrections online ------------------------------------------------------------------------------------------------
@@ -176,7 +187,7 @@ def test_a_good_predictor_keeps_its_say() -> None:
 def test_a_mixture_lies_between_its_parts_and_learns_nothing_from_nothing() -> None:
     online = OnlineSurvival(constant(3.0))
     forecast = online.forecast(history(), make_draft(1))
-    low, high = sorted(float(h[0]) for h in forecast.hazards)
+    low, high = sorted((float(forecast.fallback[0]), float(forecast.trained[0])))
     assert low <= forecast.survival[0] <= high
     online.learn(forecast, 0, 0)
     assert online.shift == 0.0

@@ -430,13 +430,16 @@ def test_no_kind_of_array_makes_numba_compile_again() -> None:
     """A compilation in the midst of a request would take seconds."""
     drafter = make()
     respond(drafter, 0, ids(1, 2, 3))
-    kernels = (suffix_tree.observe, suffix_tree.propose, suffix_tree.insert, suffix_tree.rematch)
+    names = ("observe", "propose", "propose_scored", "resume", "insert", "rematch")
+    kernels = [getattr(suffix_tree, name) for name in names]
     known = [kernel.signatures for kernel in kernels]
     read_only = np.frombuffer(ids(1, 2, 3, 1).tobytes(), np.int32)
     for key, tokens in enumerate((read_only, np.arange(8, dtype=np.int64)[::2], ids(4, 5, 4).tolist())):
         start(drafter, key, tokens)
         drafter.observe(key, tokens, None, prompt=False)
         drafter.propose(key, np.int64(3))
+        drafter.observe(key, ids(1, 2, 3, 1, 9), None, prompt=False)
+        drafter.alternatives(key, 3)
         drafter.close(key, keep=True)
         drafter.add_response("t", tokens)
     assert [kernel.signatures for kernel in kernels] == known

@@ -130,7 +130,8 @@ class Request:
     def __init__(self, responses: Texts, r: Rules) -> None:
         self.rules, self.shared, self.own = r, SuffixTree(), SuffixTree()
         self.match = np.zeros(3, np.int64)
-        self.out = suffix_tree.buffers(r.max_draft)
+        self.out, self.copy = suffix_tree.buffers(r.max_draft), suffix_tree.buffers(r.max_draft)
+        self.left = np.zeros(3, np.int64)
         for text in responses:
             self.shared.reserve(len(text))
             suffix_tree.insert(self.shared.packed, np.array(text, np.int32), tuple(r))
@@ -140,7 +141,8 @@ class Request:
         self.own.reserve(len(tokens))
         array = np.array(tokens, np.int32)
         trees = self.own.packed, self.shared.packed
-        suffix_tree.observe(*trees, self.match, array, hits, generated, tuple(self.rules), tuple(self.out))
+        rules, out, copy = tuple(self.rules), tuple(self.out), tuple(self.copy)
+        suffix_tree.observe(*trees, self.match, array, hits, generated, rules, out, copy, self.left)
         return [int(hit) for hit in hits]
 
     def propose(self, room: int = 64) -> tuple[int, bool, ModelDraft]:

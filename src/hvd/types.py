@@ -63,6 +63,8 @@ class Draft:
     counts          int32 [n]    suffix cache: occurrences of the path down to this node; zeros for other drafters
     parent_counts   int32 [n]    suffix cache: occurrences of the path down to the parent; zeros for other drafters
     local           suffix cache: True when the request's own trie won, False for the shared one
+    age, origin     suffix cache, of a draft that resumes a copy which the text has left: tokens committed since, and the
+                    match length there; 0 for a draft behind a match
     """
 
     tokens: Int32Array
@@ -74,6 +76,8 @@ class Draft:
     counts: Int32Array
     parent_counts: Int32Array
     local: bool = True
+    age: int = 0
+    origin: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -97,6 +101,8 @@ class Draft:
             self.counts[:length],
             self.parent_counts[:length],
             self.local,
+            self.age,
+            self.origin,
         )
 
     @staticmethod

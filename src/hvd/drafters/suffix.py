@@ -16,10 +16,12 @@ from hvd.errors import RequestError
 from hvd.types import Arm, Draft, Float32Array, Int32Array, Int64Array
 
 if TYPE_CHECKING:  # Numba takes a third of a second to import: only when a drafter is made
+    from hvd.drafters import suffix_tree
     from hvd.drafters.suffix_shared import Scope
     from hvd.drafters.suffix_tree import SuffixTree
 
 UInt8Array = NDArray[np.uint8]
+_Propose = Callable[..., tuple[int, int, int, np.float32]]
 
 COMPILE_SECONDS = 10
 """What compiling took on two cores, about."""
@@ -48,10 +50,12 @@ class SuffixStats:
 class _Request:
     """A running request: its text, its own tree, and where its text ends in the tree of its scope."""
 
-    __slots__ = ("hits", "length", "match", "response_start", "scope", "text", "tree", "version")
+    __slots__ = ("copy", "hits", "left", "length", "match", "response_start", "scope", "text", "tree", "version")
 
-    def __init__(self, tree: SuffixTree, scope: str) -> None:
+    def __init__(self, tree: SuffixTree, scope: str, copy: suffix_tree.PackedBuffers) -> None:
         self.tree: SuffixTree | None = tree
+        self.copy = copy
+        self.left: Int64Array = np.zeros(3, np.int64)
         self.scope = scope
         self.text = np.empty(256, np.int32)
         self.length = 0
@@ -134,9 +138,20 @@ class SuffixDrafter(Drafter):
         self._kernels.rematch(self._nothing.tree.packed, match, tokens, self._rules)
         hits = np.zeros(1, np.uint8)
         self._kernels.observe(
-            tree.packed, self._nothing.tree.packed, match, tokens, hits, False, self._rules, self._packed_out
+            tree.packed,
+            self._nothing.tree.packed,
+            match,
+            tokens,
+            hits,
+            False,
+            self._rules,
+            self._packed_out,
+            self._packed_out,
+            match.copy(),
         )
-        self._kernels.propose(tree.packed, self._nothing.tree.packed, match, 1, self._rules, self._packed_out)
+        for propose in (self._kernels.propose, self._kernels.propose_scored):
+            propose(tree.packed, self._nothing.tree.packed, match, 1, self._rules, self._packed_out)
+        self._kernels.resume(self._packed_out, match, tokens)
 
     # ------------------------------------------------------------------------------------------- the life of a request
 
@@ -144,7 +159,7 @@ class SuffixDrafter(Drafter):
         """Start a request. Requests of one scope share their finished responses; "" is a scope like any other."""
         if key in self._requests:
             raise RequestError(f"request {key} is already open in the suffix cache; close it first")
-        request = _Request(self._kernels.SuffixTree(), scope)
+        request = _Request(self._kernels.SuffixTree(), scope, self._buffers())
         self._requests[key] = request
         self._local_bytes += request.nbytes
 
@@ -167,6 +182,8 @@ class SuffixDrafter(Drafter):
                 not prompt,
                 self._rules,
                 self._packed_out,
+                request.copy,
+                request.left,
             )
         self._local_bytes += request.nbytes - before
 
@@ -175,9 +192,24 @@ class SuffixDrafter(Drafter):
         request = self._request(key)
         if request.tree is None or room <= 0:
             return None
-        scope = self._scope(request)
-        out = self._out
-        n, match_len, source, score = self._kernels.propose(
+        return self._proposed(self._kernels.propose, request, room)
+
+    def alternatives(self, key: int, room: int) -> tuple[Draft, ...]:
+        """Other drafts than `propose`'s: that behind the suffix with the best score, and the rest of a copy left.
+
+        Where the text has left a copy at one place, it often comes back to it (a form filled in anew, one word of a
+        sentence changed), and no match of three tokens says so yet.
+        """
+        request = self._request(key)
+        if request.tree is None or room <= 0:
+            return ()
+        drafts = self._proposed(self._kernels.propose_scored, request, room), self._resumed(request, room)
+        return tuple(draft for draft in drafts if draft is not None)
+
+    def _proposed(self, propose: _Propose, request: _Request, room: int) -> Draft | None:
+        assert request.tree is not None
+        scope, out = self._scope(request), self._out
+        n, match_len, source, score = propose(
             request.tree.packed, scope.tree.packed, request.match, int(room), self._rules, self._packed_out
         )
         if n == 0:
@@ -194,6 +226,31 @@ class SuffixDrafter(Drafter):
             counts=out.counts[:n].copy(),
             parent_counts=out.parents[:n].copy(),
             local=source == self._kernels.OWN,
+        )
+
+    def _resumed(self, request: _Request, room: int) -> Draft | None:
+        """The rest of the copy that the text has left."""
+        left = int(request.left[self._kernels.N_LEFT])
+        if not left:
+            return None
+        tail = request.text[max(0, request.length - self._kernels.RESYNC) : request.length]
+        start, same = self._kernels.resume(request.copy, request.left, tail)
+        if start == self._kernels.NONE:
+            return None
+        rest = slice(start, min(left, start + room))
+        tokens, counts, parents, probs = request.copy
+        probs = probs[rest].copy()
+        return Draft(
+            tokens=tokens[rest].copy(),
+            parents=self._parents[: len(probs)],
+            probs=probs,
+            arm=Arm.CACHE,
+            score=float(np.multiply.accumulate(probs).sum()),
+            match_len=same,
+            counts=counts[rest].copy(),
+            parent_counts=parents[rest].copy(),
+            age=int(request.left[self._kernels.AGE]),
+            origin=int(request.left[self._kernels.ORIGIN]),
         )
 
     def close(self, key: int, *, keep: bool) -> None:
@@ -235,6 +292,9 @@ class SuffixDrafter(Drafter):
         )
 
     # ---------------------------------------------------------------------------------------------------- internals
+
+    def _buffers(self) -> suffix_tree.PackedBuffers:
+        return cast("suffix_tree.PackedBuffers", tuple(self._kernels.buffers(self.config.max_draft)))
 
     def _request(self, key: int) -> _Request:
         request = self._requests.get(key)

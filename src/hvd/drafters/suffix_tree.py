@@ -45,6 +45,10 @@ ROOT_STATE = 0
 
 LEAST_CONTEXT = 4
 """A draft that came to the end of a text goes on with a shorter context no shorter than this."""
+LEAST_COPY = 3
+"""A draft behind a match at least so long is taken for a copy: where the text leaves it, its rest is remembered."""
+RESYNC = 8
+"""Most tokens compared to find the place in a copy at which a text has come back to it."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -421,6 +425,52 @@ def _score(out: Buffers, n: int) -> np.float32:
     return score
 
 
+# ------------------------------------------------------------------------------------------------------- copies
+
+# Entries of `left`: tokens of the copy left behind (0 = none), tokens committed since, match length when it was left.
+N_LEFT, AGE, ORIGIN = range(3)
+
+
+@_jit
+def _place(copy: Buffers, n: int, age: int, tail: Int32Array) -> tuple[int, int]:
+    """Where in a copy a text that left it goes on: index of the next token, or NONE; and the tokens that say so.
+
+    The place behind most of the text's last tokens, of equals the one nearest to `age` tokens behind the leaving point.
+    Where no token of the copy agrees with the last one, as if the text had replaced as many tokens as it wrote.
+    """
+    best, most = (age if age < n else NONE), 0
+    for i in range(1, n):
+        same = 0
+        while same < min(i, tail.size) and copy.tokens[i - 1 - same] == tail[tail.size - 1 - same]:
+            same += 1
+        if same > most or (same == most and same > 0 and abs(i - age) < abs(best - age)):
+            best, most = i, same
+    return best, most
+
+
+@_jit
+def _follow(
+    local: Arrays,
+    shared: Arrays,
+    match: Int64Array,
+    token: int,
+    rules: Rules,
+    out: Buffers,
+    copy: Buffers,
+    left: Int64Array,
+) -> bool:
+    """Before a generated token is appended: whether the draft begins with it; remembers a copy that it leaves."""
+    n, length, _, _ = _propose(local, shared, match, rules.max_draft if rules.arctic else 1, rules, out)
+    hit = n > 0 and out.tokens[0] == token
+    if length >= LEAST_COPY:
+        left[N_LEFT] = 0
+        if not hit and n > 0:
+            left[N_LEFT], left[ORIGIN], _, _ = _propose(local, shared, match, rules.max_draft, rules, copy)
+            left[AGE] = 0
+    left[AGE] += 1
+    return hit
+
+
 # ------------------------------------------------------------------------------------------------------ kernels
 
 OWN = -1
@@ -487,6 +537,41 @@ def propose(
 
 
 @_jit
+def propose_scored(
+    local: PackedArrays,
+    shared: PackedArrays,
+    match: Int64Array,
+    room: int,
+    rules: PackedRules,
+    out: PackedBuffers,
+) -> tuple[int, int, int, np.float32]:
+    """As `propose`, but behind the suffix whose draft, cut to the suffix's length, has the best score.
+
+    The draft itself is not cut. Its score is the one it was chosen by.
+    """
+    own, other, named, buffers = Arrays(*local), Arrays(*shared), Rules(*rules), Buffers(*out)
+    room = min(room, named.max_draft)
+    state, length, n, score = _score_maximal(own, own.meta[TAIL], own.meta[TAIL_LENGTH], room, named, buffers)
+    state2, length2, n2, score2 = _score_maximal(other, match[SHARED_STATE], match[SHARED_LENGTH], room, named, buffers)
+    if max(n, n2) == 0:
+        return 0, 0, OWN, score
+    if score >= score2:
+        n, _ = _walk(own, state, length, room, named, buffers)
+        return n, length, OWN, score
+    n2, _ = _walk(other, state2, length2, room, named, buffers)
+    return n2, length2, _source(other, state2), score2
+
+
+@_jit
+def resume(copy: PackedBuffers, left: Int64Array, tail: Int32Array) -> tuple[int, int]:
+    """Where a copy that the text has left goes on (index of the next token, NONE = nowhere); tokens that say so.
+
+    tail   int32 [<= RESYNC]   the text's last tokens
+    """
+    return _place(Buffers(*copy), left[N_LEFT], left[AGE], tail)
+
+
+@_jit
 def observe(
     local: PackedArrays,
     shared: PackedArrays,
@@ -496,20 +581,22 @@ def observe(
     generated: bool,
     rules: PackedRules,
     out: PackedBuffers,
+    copy: PackedBuffers,
+    left: Int64Array,
 ) -> None:
     """Append tokens to `local`, follow them in `shared`; for generated ones note whether the cache would have hit.
 
-    tokens   int32 [n]
-    hits     uint8 [n]   written: 1 where the first token of the draft just before equals the token; 0 for prompt tokens
+    tokens       int32 [n]
+    hits         uint8 [n]   written: 1 where the first token of the draft just before equals the token; 0 for prompt
+                             tokens
+    copy, left   the copy that the text has left, for `resume`; left: int64 [3], entries N_LEFT, AGE, ORIGIN
     """
     own, other, named, buffers = Arrays(*local), Arrays(*shared), Rules(*rules), Buffers(*out)
     for i in range(tokens.size):
         token = tokens[i]
         hits[i] = 0
         if generated:
-            room = named.max_draft if named.arctic else 1
-            n, _, _, _ = _propose(own, other, match, room, named, buffers)
-            hits[i] = n > 0 and buffers.tokens[0] == token
+            hits[i] = _follow(own, other, match, token, named, buffers, Buffers(*copy), left)
         _append(own, token, named)
         match[TEXT_LENGTH] += 1
         match[SHARED_STATE], match[SHARED_LENGTH] = _advance(

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -197,9 +197,9 @@ class Engine:
 
     def _situation(self, request: Request) -> Situation:
         assert request.cache is not None
-        cached = self._ask(Arm.CACHE, request, request.room)
+        cached, others = self._ask(Arm.CACHE, request, request.room), self._alternatives(request)
         if Arm.EAGLE3 not in request.drafters:
-            return Situation(cached, request.history, request.room, request.cache.length)
+            return Situation(cached, request.history, request.room, request.cache.length, alternatives=others)
         head = self._drafters[Arm.EAGLE3]
         return Situation(
             cached,
@@ -209,7 +209,19 @@ class Engine:
             eagle3=max(0, min(request.room, head.limit(request.key))),
             backlog=head.backlog(request.key),
             whole=head.all_or_nothing,
+            alternatives=others,
         )
+
+    def _alternatives(self, request: Request) -> tuple[Draft, ...]:
+        """What else the suffix cache could draft, for policies that compare."""
+        suffix = self._drafters.get(Arm.CACHE)
+        known = isinstance(suffix, SuffixDrafter) and Arm.CACHE in request.drafters
+        if not known or request.room <= 0 or not self.policy(request.policy).compares:
+            return ()
+        assert isinstance(suffix, SuffixDrafter)
+        vocab_size = self.target.spec.vocab_size
+        drafts = (sound_part(d, vocab_size, request.room) for d in suffix.alternatives(request.key, request.room))
+        return tuple(draft for draft in drafts if draft is not None)
 
     def _ask(self, arm: Arm, request: Request, room: int) -> Draft | None:
         """A drafter's draft, cut to what may be shown to the target."""
@@ -248,8 +260,9 @@ class Engine:
     def _chosen_draft(self, cycle: _Cycle) -> Draft | None:
         choice, situation = cycle.choice, cycle.situation
         length = min(choice.length, cycle.request.room)
-        if choice.arm == Arm.CACHE and situation.cache is not None and length > 0:
-            return situation.cache.first(length)
+        cached = choice.draft or situation.cache
+        if choice.arm == Arm.CACHE and cached is not None and length > 0:
+            return cached.first(length)
         if choice.arm != Arm.EAGLE3:
             return None
         started = time.perf_counter()
@@ -416,4 +429,4 @@ def _arm(draft: Draft | None) -> Arm:
 def _as_run(cycle: _Cycle) -> Choice:
     """The choice as it was carried out: a drafter may have offered less, or nothing."""
     drafted = len(cycle.draft) if cycle.draft is not None else 0
-    return Choice(_arm(cycle.draft), drafted, cycle.choice.expected, cycle.choice.reason)
+    return replace(cycle.choice, arm=_arm(cycle.draft), length=drafted)

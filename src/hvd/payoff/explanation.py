@@ -38,7 +38,7 @@ class Prospect:
 class Explanation:
     """One decision.
 
-    cache          the cache draft on offer, None when there was none
+    cache          the cache draft that the choice is about or, if about none, the first on offer; None without one
     features       state features of that draft by name; empty without one
     plain_seconds  of a cycle without a draft
     prospects      the arms that could have been chosen besides plain
@@ -55,9 +55,9 @@ class Explanation:
 
 def explain(policy: Policy, situation: Situation, choice: Choice, cost: CostModel) -> Explanation:
     """Explain a choice just made. To be called before anything else happens to the request, the policy or the costs."""
-    foretold = policy.foretold(situation)
-    lengths = {Arm.CACHE: _cache_length(situation), Arm.EAGLE3: min(situation.eagle3, situation.room)}
-    cache = situation.cache if lengths[Arm.CACHE] else None
+    foretold, cache = policy.foretold(situation, choice), situation.shown(choice)
+    cached = min(len(cache), situation.room) if cache is not None else 0
+    lengths = {Arm.CACHE: cached, Arm.EAGLE3: min(situation.eagle3, situation.room)}
     features = state_features(situation.history, cache).tolist() if cache is not None else []
     return Explanation(
         choice=choice,
@@ -71,10 +71,6 @@ def explain(policy: Policy, situation: Situation, choice: Choice, cost: CostMode
         ),
         backlog=situation.backlog,
     )
-
-
-def _cache_length(situation: Situation) -> int:
-    return 0 if situation.cache is None else max(0, min(len(situation.cache), situation.room))
 
 
 def _seconds(arm: Arm, length: int, situation: Situation, cost: CostModel) -> Float64Array:

@@ -77,6 +77,11 @@ class History:
         return masks
 
     @property
+    def class_table(self) -> NDArray[np.uint8]:
+        """Class masks by token id, uint8 [V+1]; the last one, 0, serves ids beyond the vocabulary."""
+        return self._classes
+
+    @property
     def last_class(self) -> int:
         """Class mask of the last committed token; 0 before the first."""
         return self._tail[-1] if self._tail else 0

@@ -28,11 +28,13 @@ from hvd.payoff.history import HIT_WINDOW, History
 from hvd.payoff.online import Forecast, HeadAcceptance, HeadRecord, OnlineSurvival
 from hvd.payoff.policy import Choice, Policy, Situation
 from hvd.payoff.predictor import Predictor, SurvivalPredictor
-from hvd.payoff.rules import has_cache
-from hvd.types import Arm, Float64Array
+from hvd.types import Arm, Draft, Float64Array
 
 _TOLERANCE = 0.002
 """A dearer choice must be better by this share: smaller differences are noise, and following them is restless."""
+
+_FREE: Float64Array = np.zeros(1)
+"""Seconds of drafting from the cache, at any length."""
 
 _SPREAD = 6
 """A head's catching up is charged as if spread over so many uses: paid once, it serves all later drafts. Charged
@@ -43,22 +45,29 @@ whole, the head would never be begun with behind a long prompt."""
 class _Request:
     """What the policy keeps of a request between cycles.
 
-    forecast   of the cache draft last on offer, until its outcome is known
-    position   tokens generated when it was made
+    drafts      of the cache, last on offer, until the outcome is known, the main one first
+    forecasts   of these
+    position    tokens generated when they were made
     """
 
     head: HeadRecord
-    forecast: Forecast | None = None
+    drafts: tuple[Draft, ...] = ()
+    forecasts: Sequence[Forecast | None] = ()
     position: int = 0
+
+    def forecast(self, draft: Draft | None) -> Forecast | None:
+        """Of one of the drafts."""
+        return next((found for d, found in zip(self.drafts, self.forecasts, strict=True) if d is draft), None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Offer:
-    """An arm's draft: expected accepted tokens and seconds of drafting at lengths 1..n, float64 [n]."""
+    """An arm's draft: expected accepted tokens and seconds of drafting at lengths 1..n, float64 [n] ([1] = at any)."""
 
     arm: Arm
     gains: Float64Array
     seconds: Float64Array
+    draft: Draft | None = None
 
 
 class Hybrid(Policy):
@@ -66,6 +75,7 @@ class Hybrid(Policy):
 
     name = "hvd"
     predictor_kind = "survival"
+    compares = True
 
     def __init__(self, predictor: SurvivalPredictor | None = None) -> None:
         """
@@ -96,20 +106,24 @@ class Hybrid(Policy):
         request = self._requests.get(situation.history)
         if request is None:
             return
-        if choice.arm is Arm.CACHE and request.forecast is not None:
-            self.survival.learn(request.forecast, choice.length, accepted)
-            request.forecast = None
+        forecast = request.forecast(choice.draft or situation.cache) if choice.arm is Arm.CACHE else None
+        if forecast is not None:
+            self.survival.learn(forecast, choice.length, accepted)
+            request.drafts = request.forecasts = ()
         if choice.arm is Arm.EAGLE3:
             self.heads.learn(request.head, choice.length, accepted)
         elif situation.eagle3:
             self.heads.idle(request.head)
 
-    def foretold(self, situation: Situation) -> dict[Arm, Float64Array]:
+    def foretold(self, situation: Situation, choice: Choice) -> dict[Arm, Float64Array]:
         """See `Policy.foretold`."""
         request = self._requests[situation.history]
         found: dict[Arm, Float64Array] = {}
-        if request.forecast is not None:
-            found[Arm.CACHE] = request.forecast.survival[: situation.room].astype(np.float64)
+        draft = situation.shown(choice)
+        forecast = request.forecast(draft)
+        if draft is not None and forecast is not None:
+            found[Arm.CACHE] = np.zeros(min(len(draft), situation.room))
+            found[Arm.CACHE][: len(forecast.survival)] = forecast.survival[: situation.room]
         length = min(situation.eagle3, situation.room)
         if length > 0:
             found[Arm.EAGLE3] = self.heads.survival(request.head, length)
@@ -122,11 +136,12 @@ class Hybrid(Policy):
             request = self._requests[situation.history] = _Request(self.heads.open())
         self._learn_unverified(situation.history, request)
         offers = []
-        if has_cache(situation) and situation.cache is not None:
-            forecast = self.survival.forecast(situation.history, situation.cache)
-            request.forecast = forecast
-            gains = np.add.accumulate(forecast.survival[: situation.room], dtype=np.float64)
-            offers.append(_Offer(Arm.CACHE, gains, np.zeros(len(gains))))
+        request.drafts = drafts = situation.cached
+        request.forecasts = self.survival.forecasts(situation.history, drafts) if drafts else ()
+        for draft, forecast in zip(drafts, request.forecasts, strict=True):
+            if forecast is not None:
+                gains = np.add.accumulate(forecast.survival[: situation.room], dtype=np.float64)
+                offers.append(_Offer(Arm.CACHE, gains, _FREE, draft))
         length = min(situation.eagle3, situation.room)
         if length > 0:
             offers.append(self._head_offer(request, situation, length, cost))
@@ -144,7 +159,8 @@ class Hybrid(Policy):
 
     def _learn_unverified(self, history: History, request: _Request) -> None:
         """A draft that was on offer and not verified: whether its first token was right is known all the same."""
-        forecast, request.forecast = request.forecast, None
+        forecast = request.forecasts[0] if request.drafts and not request.drafts[0].age else None
+        request.drafts = request.forecasts = ()
         ago = history.generated_length - request.position - 1
         if forecast is not None and 0 <= ago < HIT_WINDOW:
             self.survival.learn(forecast, 1, int(history.hit(ago)))
@@ -180,7 +196,7 @@ def _plain(offers: Sequence[_Offer]) -> Choice:
 def _drafted(offer: _Offer, index: int) -> Choice:
     gain = float(offer.gains[index])
     reason = f"{offer.arm} {index + 1} of {len(offer.gains)}: {gain:.1f} expected"
-    return Choice(offer.arm, index + 1, gain, reason)
+    return Choice(offer.arm, index + 1, gain, reason, offer.draft)
 
 
 def _share(situations: Sequence[Situation], offers: Sequence[Sequence[_Offer]], cost: CostModel) -> list[Choice]:

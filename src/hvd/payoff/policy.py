@@ -33,6 +33,7 @@ class Situation:
     """One request at a cycle boundary: all that a policy may look at.
 
     cache     the suffix cache's draft, already made (it is free), or None
+    alternatives   other drafts of the suffix cache; () unless the policy `compares`
     history   what has happened to the request so far
     room      most draft tokens that may be verified now (max_tokens and the context bound it); may be 0
     context   positions in the KV cache
@@ -48,6 +49,19 @@ class Situation:
     eagle3: int = 0
     backlog: int = 0
     whole: bool = False
+    alternatives: tuple[Draft, ...] = ()
+
+    @property
+    def cached(self) -> tuple[Draft, ...]:
+        """The suffix cache's drafts, `cache` first; () where it has none, or there is no room."""
+        if self.room < 1:
+            return ()
+        main = () if self.cache is None or not len(self.cache) else (self.cache,)
+        return (*main, *self.alternatives)
+
+    def shown(self, choice: Choice) -> Draft | None:
+        """The cache draft that a choice is about; that first on offer when it is about none."""
+        return choice.draft or next(iter(self.cached), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +72,14 @@ class Choice:
                PLAIN: nothing, `length` is 0
     expected   draft tokens expected to be accepted; NaN when the policy does not predict
     reason     why, in a few words, for people
+    draft      CACHE: which of the alternatives; None = the situation's `cache`
     """
 
     arm: Arm
     length: int = 0
     expected: float = float("nan")
     reason: str = ""
+    draft: Draft | None = None
 
 
 class Policy(ABC):
@@ -72,6 +88,8 @@ class Policy(ABC):
     name: ClassVar[str]
     uses: ClassVar[frozenset[Arm]] = frozenset({Arm.CACHE, Arm.EAGLE3})
     """Arms the policy may choose besides plain; drafters that it does not use are not run for its requests."""
+    compares: ClassVar[bool] = False
+    """Whether it wants to see the suffix cache's alternatives."""
     needs: ClassVar[frozenset[Arm]] = frozenset()
     """Arms without which the policy makes no sense: an engine that lacks one refuses it."""
     predictor_kind: ClassVar[str | None] = None
@@ -94,8 +112,9 @@ class Policy(ABC):
     def observe(self, situation: Situation, choice: Choice, accepted: int) -> None:  # noqa: B027 - most policies do not learn
         """Told after the walk how many draft tokens were accepted. For policies that correct themselves online."""
 
-    def foretold(self, situation: Situation) -> dict[Arm, Float64Array]:
-        """P(accepted length >= k), k = 1.., of each draft on offer, as it was taken to be in the last `choose`.
+    def foretold(self, situation: Situation, choice: Choice) -> dict[Arm, Float64Array]:
+        """P(accepted length >= k), k = 1.., of each arm's draft, as it was taken to be in the last `choose`, which made
+        this choice. Of the cache's drafts: `Situation.shown`.
 
         Only for those who want to show a decision, before the next one; {} = the policy does not predict it.
         """

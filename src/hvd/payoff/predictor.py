@@ -1,8 +1,7 @@
-"""Predictors of a cache draft's payoff. All run in NumPy; training is elsewhere (`hvd.training.fit`).
+"""Trained predictors of a cache draft's payoff; training is elsewhere (`hvd.training.fit`), serving in `online`.
 
     ScalarPredictor     the paper's: one number, the expected accepted length
     SurvivalPredictor   P(accepted length >= k) for every k, from one small MLP over token and state features
-    FallbackSurvival    the same without a trained file: a fixed formula, corrected by what happens
 
 A survival model foretells *hazards*, q_k = P(token k accepted | tokens 1..k-1 accepted); survival is their running
 product, so it never increases, whatever the model says.
@@ -10,21 +9,18 @@ product, so it never increases, whatever the model says.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import log, log1p
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvd.errors import PredictorError
-from hvd.payoff.features import STATE_NAMES, TOKEN_NAMES, features, log_places
+from hvd.payoff.features import CONTEXT_NAMES, RIVAL_NAMES, STATE_NAMES, TOKEN_NAMES, features, slots
 from hvd.payoff.history import History
 from hvd.payoff.predictor_file import read_predictor_file, write_predictor_file
-from hvd.types import Draft, Float32Array
+from hvd.types import Draft, Float32Array, Int64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,20 +122,7 @@ class ScalarPredictor(Predictor):
         return max(0.0, float(_forward(self._layers, features)[0]))
 
 
-class SurvivalModel(ABC):
-    """Foretells for every place of a cache draft whether the target will come that far."""
-
-    @abstractmethod
-    def hazard(self, history: History, draft: Draft) -> Float32Array:
-        """q_k = P(token k accepted | those before it accepted), float32 [n] in [0, 1], for a non-empty draft."""
-
-    def survival(self, history: History, draft: Draft) -> Float32Array:
-        """P(accepted length >= k), k = 1..n, float32 [n], non-increasing, in [0, 1]."""
-        out: Float32Array = np.multiply.accumulate(self.hazard(history, draft))
-        return out
-
-
-class SurvivalPredictor(Predictor, SurvivalModel):
+class SurvivalPredictor(Predictor):
     """A discrete-time hazard model: one small MLP, applied to every token of the draft.
 
     Its input is a token's features followed by the state's. The state's part of the first layer is the same for all
@@ -147,112 +130,54 @@ class SurvivalPredictor(Predictor, SurvivalModel):
     """
 
     kind = "survival"
-    input_names = (*TOKEN_NAMES, *STATE_NAMES)
+    input_names = (*TOKEN_NAMES, *CONTEXT_NAMES, *RIVAL_NAMES)
 
     def __init__(self, weights: MLPWeights, metadata: Mapping[str, Any] | None = None) -> None:
         super().__init__(weights, metadata)
-        (first, self._bias), *self._rest = weights.folded()
-        self._token = np.ascontiguousarray(first[: len(TOKEN_NAMES)])
-        self._state = np.ascontiguousarray(first[len(TOKEN_NAMES) :])
+        self.network = Network.of(weights)
 
-    def logits(self, history: History, draft: Draft) -> Float32Array:
-        """Log-odds of the hazards, float32 [n]."""
-        state, token = features(history, draft)
-        x = token @ self._token
-        x += state @ self._state + self._bias
-        if self._rest:
-            np.maximum(x, 0.0, out=x)
-            x = _forward(tuple(self._rest), x)
-        column: Float32Array = x[:, 0]
-        return column
+    def hazard(self, history: History, draft: Draft, others: Sequence[Draft] = ()) -> Float32Array:
+        """q_k = P(token k accepted | those before it accepted), float32 [n] in [0, 1], for a non-empty draft.
 
-    def hazard(self, history: History, draft: Draft) -> Float32Array:
-        """See `SurvivalModel.hazard`."""
-        return sigmoid(self.logits(history, draft))
-
-
-class FallbackSurvival(SurvivalModel):
-    """Hazards from the trie's facts and the request's shadow hits; no trained file.
-
-    A fixed formula (logistic in the match's depth, the smoothed count ratio and the hit rates) says where to start.
-    Places alike share a bucket (depth of the match, first token or later, hit rate), and what happened in a bucket
-    moves its odds: a Beta posterior whose prior, worth `PRIOR_TRIALS`, is the formula's own expectation over those
-    trials. Old outcomes fade, so that a bucket holds `MEMORY` trials at most.
-    """
-
-    PRIOR_TRIALS = 8.0
-    MEMORY = 200.0
-    _DEPTHS = (2, 3, 5, 9, 17)
-    _RATES = (0.35, 0.75)
-    _BUCKETS = (len(_DEPTHS) + 1) * (len(_RATES) + 1) * 2
-
-    def __init__(self) -> None:
-        self._outcomes = np.zeros((3, self._BUCKETS))
-        """Of every bucket: trials, accepted, expected by the formula."""
-        self._shift = np.zeros(self._BUCKETS, np.float32)
-        deepest = np.arange(4096)
-        self._depth_bucket = 2 * np.searchsorted(self._DEPTHS, deepest, "right") * (len(self._RATES) + 1)
-
-    def hazard(self, history: History, draft: Draft) -> Float32Array:
-        """See `SurvivalModel.hazard`."""
-        return sigmoid(self.prior(history, draft) + self.shift(self.buckets(history, draft)))
-
-    def shift(self, buckets: NDArray[np.intp]) -> Float32Array:
-        """What outcomes have added to the log-odds of these buckets, float32 [n]."""
-        out: Float32Array = self._shift[buckets]
-        return out
-
-    def prior(self, history: History, draft: Draft) -> Float32Array:
-        """Log-odds by the formula alone, float32 [n].
-
-        Its coefficients are a logistic fit to recorded replies of people and models (chat, code, editing, tool calls,
-        reading) at the cycle boundaries of decoding with the whole cache draft.
+        others   what the cache offers besides, when this is its main draft (`Situation.alternatives`)
         """
-        n = len(draft)
-        near, far = _odds(history.hit_rate(8)), _odds(history.hit_rate(64))
-        logits = np.add(draft.counts, 0.2, dtype=_F)
-        logits /= np.add(np.maximum(draft.parent_counts - draft.counts, 0), 0.4, dtype=_F)
-        np.log(logits, out=logits)
-        logits *= _F(0.9)
-        logits += _F(0.61) * log_places(max(0, draft.match_len - 1), n)
-        logits += _F(0.62) * log_places(0, n)
-        logits += _F(-2.36 + 0.11 * far + 0.36 * log1p(history.hit_run))
-        logits[0] += _F(0.93 + 0.21 * near)
-        out: Float32Array = logits
+        state, token = features(history, slots([draft, *others]), 2 if draft.age else 0)
+        inputs = np.concatenate((token, np.broadcast_to(state, (len(token), len(state)))), axis=1)
+        return sigmoid(self.weights.forward(inputs)[:, 0])
+
+    def survival(self, history: History, draft: Draft, others: Sequence[Draft] = ()) -> Float32Array:
+        """P(accepted length >= k), k = 1..n, float32 [n], non-increasing, in [0, 1]. As `hazard`."""
+        out: Float32Array = np.multiply.accumulate(self.hazard(history, draft, others))
         return out
 
-    def buckets(self, history: History, draft: Draft) -> NDArray[np.intp]:
-        """Bucket of every place, int [n]."""
-        rate = history.hit_rate(16)
-        base = sum(rate > edge for edge in self._RATES)
-        depth = np.arange(draft.match_len + 1, draft.match_len + len(draft) + 1)
-        out: NDArray[np.intp] = self._depth_bucket.take(depth, mode="clip")
-        out += base
-        out[0] += len(self._RATES) + 1
-        return out
 
-    def learn(self, buckets: NDArray[np.intp], prior: Float32Array, tried: int, accepted: int) -> None:
-        """Take in an outcome: of `tried` tokens the first `accepted` were right (then one was wrong, if any was left).
+class Network(NamedTuple):
+    """A survival predictor's weights as `kernels.forecast` wants them; normalisation folded in."""
 
-        `buckets` and `prior` are those of the moment of the decision.
-        """
-        where = buckets[: min(tried, accepted + 1)]
-        expected = sigmoid(prior[: len(where)])
-        trials, right, foretold = self._outcomes
-        trials += np.bincount(where, minlength=self._BUCKETS)
-        right += np.bincount(where[:accepted], minlength=self._BUCKETS)
-        foretold += np.bincount(where, expected, minlength=self._BUCKETS)
-        self._outcomes *= self.MEMORY / np.maximum(trials, self.MEMORY)
-        mean = np.clip(foretold / np.maximum(trials, 1e-9), 0.01, 0.99)
-        rate = (right + self.PRIOR_TRIALS * mean) / (trials + self.PRIOR_TRIALS)
-        self._shift[:] = np.log(rate * (1 - mean) / (mean * (1 - rate)))
+    place: Float32Array
+    state: Float32Array
+    bias: Float32Array
+    sizes: Int64Array
+    flat: Float32Array
 
+    @staticmethod
+    def of(weights: MLPWeights) -> Network:
+        """Of a trained model."""
+        (first, bias), *rest = weights.folded()
+        parts = [part.ravel() for layer in rest for part in layer]
+        return Network(
+            np.ascontiguousarray(first[: len(TOKEN_NAMES)]),
+            np.ascontiguousarray(first[len(TOKEN_NAMES) :]),
+            np.ascontiguousarray(bias),
+            np.array([len(bias), *(len(layer[1]) for layer in rest)], np.int64),
+            np.concatenate(parts) if parts else np.zeros(0, np.float32),
+        )
 
-_F = np.float32
-
-
-def _odds(probability: float) -> float:
-    return log(probability / (1.0 - probability))
+    @staticmethod
+    def none() -> Network:
+        """In place of a model where there is none."""
+        empty, nothing = np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
+        return Network(empty, empty, nothing, np.zeros(0, np.int64), nothing)
 
 
 _KINDS: dict[str, type[ScalarPredictor] | type[SurvivalPredictor]] = {

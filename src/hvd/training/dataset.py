@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from hvd.errors import ConfigError
 from hvd.payoff.cost import CostModel
-from hvd.payoff.features import state_features, token_features
+from hvd.payoff.features import CONTEXT_NAMES, distinct, features, policy_features, slots
 from hvd.payoff.policy import Policy, make_policy
-from hvd.training.replay import Walk, cycles
-from hvd.types import BoolArray, Float32Array, Int32Array, Int64Array
+from hvd.training.replay import Cycle, Walk, cycles
+from hvd.types import BoolArray, Draft, Float32Array, Int32Array, Int64Array
 
 PAYOFF = 6
 """The payoff that tables ask about: at least so many accepted tokens (the paper's tau)."""
@@ -28,9 +28,11 @@ PAYOFF = 6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateSet:
-    """N states with a cache draft on offer, and the tokens at the head of their drafts.
+    """N states with a cache draft on offer, and the tokens at the head of these drafts. A state for each of several.
 
-    state      float32 [N, S]   `state_features`
+    state      float32 [N, S]   `state_features`, columns `STATE_NAMES`
+    rival      float32 [N, R]   columns `RIVAL_NAMES`
+    main       bool [N]         the cache's main draft, the only one that fixed rules and the paper's gate see
     token      float32 [M, T]   `token_features` of the accepted tokens and the one behind them, or of the first
                                 `PAYOFF` where that is more
     first      int64 [N+1]      state i has the token rows first[i] .. first[i+1]
@@ -39,10 +41,12 @@ class StateSet:
     dataset    int32 [N]        index into `datasets`
     group      int32 [N]        index into `groups`: requests that must stay on one side of a split
     boundary   bool [N]         cycle boundary, else every position
-    censored, bare              states left out: their payoff is unknown; nothing was on offer
+    censored, bare              states left out: their payoff is unknown; the cache had no main draft
     """
 
     state: Float32Array
+    rival: Float32Array
+    main: BoolArray
     token: Float32Array
     first: Int64Array
     payoff: Int32Array
@@ -114,6 +118,19 @@ def hold_out(states: StateSet, share: float = 0.1) -> tuple[Int64Array, Int64Arr
     return train, valid, test
 
 
+_Row = tuple[Float32Array, Float32Array, Float32Array, tuple[int, int, int, int, bool], float]
+
+
+def _row(walk: Walk, cycle: Cycle, placed: Sequence[Draft | None], draft: Draft) -> _Row:
+    """One draft at one state: state, rival and token features, (payoff, length, match, token rows, main), score."""
+    history, payoff = cycle.situation.history, walk.payoff(cycle.position, draft)
+    state, token = features(history, placed, next(i for i, other in enumerate(placed) if other is draft))
+    token = token[: max(payoff + 1, PAYOFF)]
+    own, rival = state[: len(CONTEXT_NAMES)], state[len(CONTEXT_NAMES) :]
+    facts = payoff, len(draft), draft.match_len, len(token), draft is cycle.situation.cache
+    return np.concatenate((own, policy_features(history))), rival, token, facts, draft.score
+
+
 @dataclass(slots=True)
 class _Builder:
     """Grows a StateSet, one array a trace and column."""
@@ -128,25 +145,20 @@ class _Builder:
         """The states that a policy passes in one walk."""
         dataset = self.datasets.setdefault(walk.trace.dataset, len(self.datasets))
         group = self.groups.setdefault(walk.trace.group, len(self.groups))
-        state, token, facts, score = [], [], [], []
+        rows: list[_Row] = []
         for cycle in cycles(walk, policy, cost):
-            draft, history = cycle.situation.cache, cycle.situation.history
             if not keep[cycle.position]:
                 continue
-            if draft is None:
-                self.bare += 1
-                continue
-            if walk.censored(cycle.position):
-                self.censored += 1
-                continue
-            payoff = min(int(walk.payoffs[cycle.position]), len(draft))
-            state.append(state_features(history, draft))
-            token.append(token_features(history, draft)[: max(payoff + 1, PAYOFF)])
-            facts.append((payoff, len(draft), draft.match_len, dataset, group, len(token[-1]), boundary))
-            score.append(draft.score)
-        if facts:
-            self._append(state=np.stack(state), token=np.concatenate(token))
-            self._append(facts=np.array(facts, np.int32), score=np.array(score, np.float32))
+            self.bare += cycle.situation.cache is None
+            drafts = replace(cycle.situation, alternatives=walk.alternatives(cycle.position)).cached
+            known = [draft for draft in distinct(drafts) if not walk.censored(cycle.position, draft)]
+            self.censored += len(distinct(drafts)) - len(known)
+            rows += [_row(walk, cycle, slots(drafts), draft) for draft in known]
+        if rows:
+            state, rival, token, facts, score = zip(*rows, strict=True)
+            common = np.tile(np.array((dataset, group, boundary), np.int32), (len(rows), 1))
+            self._append(state=np.stack(state), rival=np.stack(rival), token=np.concatenate(token))
+            self._append(facts=np.hstack((np.array(facts, np.int32), common)), score=np.array(score, np.float32))
 
     def _append(self, **arrays: np.ndarray) -> None:
         for name, array in arrays.items():
@@ -160,15 +172,17 @@ class _Builder:
         facts = joined["facts"]
         return StateSet(
             state=joined["state"],
+            rival=joined["rival"],
+            main=facts[:, 4].astype(np.bool_),
             token=joined["token"],
-            first=np.concatenate([[0], np.cumsum(facts[:, 5], dtype=np.int64)]),
+            first=np.concatenate([[0], np.cumsum(facts[:, 3], dtype=np.int64)]),
             payoff=facts[:, 0].copy(),
             length=facts[:, 1].copy(),
             match_len=facts[:, 2].copy(),
             score=joined["score"],
-            dataset=facts[:, 3].copy(),
-            group=facts[:, 4].copy(),
-            boundary=facts[:, 6].astype(np.bool_),
+            dataset=facts[:, 5].copy(),
+            group=facts[:, 6].copy(),
+            boundary=facts[:, 7].astype(np.bool_),
             datasets=tuple(self.datasets),
             groups=tuple(self.groups),
             censored=self.censored,

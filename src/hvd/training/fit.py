@@ -12,7 +12,7 @@ import numpy as np
 from hvd.config import SuffixConfig
 from hvd.errors import ConfigError, TraceError
 from hvd.payoff.cost import CostModel, Surface
-from hvd.payoff.features import POLICY_NAMES, STATE_NAMES, TOKEN_NAMES
+from hvd.payoff.features import CONTEXT_NAMES, STATE_NAMES
 from hvd.payoff.predictor import MLPWeights, Predictor, ScalarPredictor, SurvivalPredictor, save_predictor, sigmoid
 from hvd.traces.reader import PathLike, read_traces
 from hvd.traces.schema import Trace
@@ -30,7 +30,7 @@ KINDS = ("survival", "scalar")
 
 SCALAR = FitOptions(hidden=(256, 256))
 """As published: METHOD.md, "Settings"."""
-SURVIVAL = FitOptions(hidden=(64, 64), epochs=12, batch=1024, learning_rate=2e-3, decay=True)
+SURVIVAL = FitOptions(hidden=(32, 32), epochs=12, batch=1024, learning_rate=2e-3, decay=True)
 
 _CHUNK = 16_384
 
@@ -45,7 +45,6 @@ class TrainOptions:
     hold_out           share of the groups to stop early by, and again to judge by
     keep_loops         do not cut traces where they begin to loop
     shared             see `hvd.training.replay.walks`
-    policy_features    let survival use features that depend on which arms ran (`POLICY_NAMES`)
     """
 
     survival: FitOptions = SURVIVAL
@@ -55,7 +54,6 @@ class TrainOptions:
     hold_out: float = 0.1
     keep_loops: bool = False
     shared: bool = True
-    policy_features: bool = False
     suffix: SuffixConfig = field(default_factory=SuffixConfig)
     seed: int = 0
 
@@ -82,7 +80,8 @@ class FitReport:
 class TrainingReport:
     """What went in, how it went, and how well the gates do on requests that were held out.
 
-    states, test_states  states with a draft, all and held out; `censored` and `bare` were left out (`StateSet`)
+    states, test_states  states with a draft, one for each draft; those held out, with the main draft alone
+    censored, bare       states left out (`StateSet`)
     judged               every position, and cycle boundaries
     """
 
@@ -145,7 +144,7 @@ def train_predictor(
         looped=source.looped,
         groups=len(states.groups),
         states=len(states),
-        test_states=len(test),
+        test_states=int(judged.main[test].sum()),
         censored=states.censored,
         bare=states.bare,
         fits=tuple(fits),
@@ -172,7 +171,7 @@ def fit(
 
 def scalar_problem(states: StateSet, train: Int64Array, valid: Int64Array, options: TrainOptions) -> Problem:
     """The paper's: squared error of the accepted length over the states at every position."""
-    every = ~states.boundary
+    every = ~states.boundary & states.main
     return Problem(
         gather=lambda rows: states.state[rows],
         target=states.payoff.astype(np.float32),
@@ -190,17 +189,21 @@ def survival_problem(states: StateSet, train: Int64Array, valid: Int64Array, opt
     at_risk = place <= states.payoff[state]
     part = np.zeros(len(states), np.int8)
     part[train], part[valid] = 1, 2
-    names = (*TOKEN_NAMES, *STATE_NAMES)
-    ignored = np.isin(names, () if options.policy_features else POLICY_NAMES)
     return Problem(
-        gather=lambda rows: np.concatenate((states.token[rows], states.state[state[rows]]), axis=1),
+        gather=lambda rows: survival_inputs(states, rows, state[rows]),
         target=(place < states.payoff[state]).astype(np.float32),
         weight=_boundary_weight(states.boundary[state], at_risk & (part[state] == 1), options.boundary_share),
         train=np.flatnonzero(at_risk & (part[state] == 1)),
         valid=np.flatnonzero(at_risk & (part[state] == 2)),
-        ignored=ignored,
+        ignored=np.zeros(len(SurvivalPredictor.input_names), np.bool_),
         loss=Loss.LOGISTIC,
     )
+
+
+def survival_inputs(states: StateSet, token: Int64Array, state: Int64Array) -> Float32Array:
+    """Rows as a `SurvivalPredictor` takes them, of these token rows and the states they belong to."""
+    own = states.state[state, : len(CONTEXT_NAMES)]
+    return np.concatenate((states.token[token], own, states.rival[state]), axis=1)
 
 
 def gate(predictor: Predictor, states: StateSet) -> Gate:
@@ -223,15 +226,15 @@ def survival_at(predictor: Predictor, states: StateSet, length: int) -> Float32A
         rows = np.arange(start, min(start + _CHUNK, len(states)))
         rows = rows[states.length[rows] >= length]
         for place in range(length):
-            inputs = np.concatenate((states.token[states.first[rows] + place], states.state[rows]), axis=1)
+            inputs = survival_inputs(states, states.first[rows] + place, rows)
             chance[rows] *= sigmoid(predictor.weights.forward(inputs)[:, 0])
     chance[states.length < length] = 0.0
     return chance
 
 
 def judge_states(states: StateSet, rows: Int64Array, gates: Sequence[Gate]) -> tuple[StatesReport, ...]:
-    """Predictors and fixed rules over the states at every position, and over those at cycle boundaries."""
-    gates = [*gates, *fixed_rules(states)]
+    """Predictors and fixed rules over main drafts, at every position and at cycle boundaries."""
+    gates, rows = [*gates, *fixed_rules(states)], rows[states.main[rows]]
     every, boundary = rows[~states.boundary[rows]], rows[states.boundary[rows]]
     return judge(states, every, gates, "every position"), judge(states, boundary, gates, "cycle boundaries")
 

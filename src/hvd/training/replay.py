@@ -38,20 +38,40 @@ class Walk:
     drafts     n drafts; what the cache offered at each position in the room left, None where it had nothing
     payoffs    int32 [n]   leading tokens of the draft that the response goes on with
     hits       uint8 [n]   shadow hits: 1 where the cache's first token was right
+    others     n times the cache's other drafts; () = they were not asked for
     """
 
     trace: Trace
     drafts: tuple[Draft | None, ...]
     payoffs: Int32Array
     hits: NDArray[np.uint8]
+    others: tuple[tuple[Draft, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self.drafts)
 
-    def censored(self, position: int) -> bool:
-        """Whether the draft fits up to the end of a response that was cut off, so that its payoff is unknown."""
-        draft, payoff = self.drafts[position], int(self.payoffs[position])
-        return self.trace.cut and draft is not None and payoff < len(draft) and position + payoff == len(self.drafts)
+    def alternatives(self, position: int) -> tuple[Draft, ...]:
+        """The cache's other drafts at a position."""
+        return self.others[position] if self.others else ()
+
+    def payoff(self, position: int, draft: Draft) -> int:
+        """Leading tokens of a draft that the response goes on with."""
+        if draft is self.drafts[position]:
+            return int(self.payoffs[position])
+        return common_prefix(draft.tokens, self.trace.response[position : position + len(draft)])
+
+    def best_payoff(self, position: int) -> int:
+        """The most that any of the cache's drafts pays."""
+        each = (self.payoff(position, draft) for draft in self.alternatives(position))
+        return max(int(self.payoffs[position]), *each, 0)
+
+    def censored(self, position: int, draft: Draft | None = None) -> bool:
+        """Whether a draft (the main one) fits up to the end of a response that was cut off: its payoff is unknown."""
+        draft = draft or self.drafts[position]
+        if not self.trace.cut or draft is None:
+            return False
+        payoff = self.payoff(position, draft)
+        return payoff < len(draft) and position + payoff == len(self.drafts)
 
 
 def walks(traces: Iterable[Trace], config: SuffixConfig | None = None, *, shared: bool = True) -> Iterator[Walk]:
@@ -78,6 +98,7 @@ def walk(trace: Trace, drafter: SuffixDrafter, key: int, *, keep: bool) -> Walk:
     drafts: list[Draft | None] = []
     payoffs = np.zeros(len(response), np.int32)
     hits = np.zeros(len(response), np.uint8)
+    others: list[tuple[Draft, ...]] = []
     drafter.open(key, f"{trace.model_fingerprint} {trace.dataset}")
     drafter.observe(key, np.ascontiguousarray(trace.prompt, np.int32), None, prompt=True)
     for position in range(len(response)):
@@ -85,10 +106,11 @@ def walk(trace: Trace, drafter: SuffixDrafter, key: int, *, keep: bool) -> Walk:
         if draft is not None:
             payoffs[position] = common_prefix(draft.tokens, response[position : position + len(draft)])
         drafts.append(draft)
+        others.append(drafter.alternatives(key, limit - position - 1))
         drafter.observe(key, response[position : position + 1], None, prompt=False)
         hits[position] = drafter.last_hits(key)[0]
     drafter.close(key, keep=keep)
-    return Walk(trace, tuple(drafts), payoffs, hits)
+    return Walk(trace, tuple(drafts), payoffs, hits, tuple(others))
 
 
 def common_prefix(draft: Int32Array, text: Int32Array) -> int:
@@ -172,9 +194,11 @@ def cycles(walk: Walk, policy: Policy, cost: CostModel, head: SimulatedHead | No
             context=prompt + position - 1,
             eagle3=min(room, head.length) if head is not None else 0,
             backlog=backlog,
+            alternatives=walk.alternatives(position) if policy.compares else (),
         )
         choice = policy.choose([situation], cost)[0]
-        payoff = payoff_of(choice, int(walk.payoffs[position]), int(eagle3[position]))
+        cache = walk.payoff(position, choice.draft) if choice.draft is not None else int(walk.payoffs[position])
+        payoff = payoff_of(choice, cache, int(eagle3[position]))
         accepted = min(payoff, n - position - 1)
         stop = position + accepted + 1
         yield Cycle(position, situation, choice, accepted, accepted + 1)

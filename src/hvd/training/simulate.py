@@ -3,7 +3,7 @@
 The *oracle* knows every payoff beforehand and takes the sequence of choices with the least time in all: at position t
 
     T(t) = min over  plain                        V(1) + T(t+1)
-                     k tokens of the cache        V(k+1) + T(t+k+1)           k = 1 .. payoff of the cache draft
+                     k tokens of the cache        V(k+1) + T(t+k+1)           k = 1 .. payoff of the best cache draft
                      j tokens of the head         V(j+1) + H(j) + T(t+j+1)    j = 1 .. payoff of the head's draft
 
 with V the seconds of a pass at t's context and H those of drafting, by dynamic programming from the end. It never
@@ -199,7 +199,7 @@ def oracle(walk: Walk, cost: CostModel, head: SimulatedHead | None, totals: Tota
     rest = np.zeros(n + 1)
     choices: list[Choice] = [Choice(Arm.PLAIN)] * n
     for t in range(n - 1, -1, -1):
-        cache, eagle3 = min(int(walk.payoffs[t]), n - t - 1), min(int(chained[t]), n - t - 1)
+        cache, eagle3 = min(walk.best_payoff(t), n - t - 1), min(int(chained[t]), n - t - 1)
         passes = cost.verify_curve(max(cache, eagle3) + 1, prompt + t - 1) + cost.overhead
         times = passes[: cache + 1] + rest[t + 1 : t + cache + 2]
         length = int(times.argmin())
