@@ -31,9 +31,13 @@ if TYPE_CHECKING:
 @click.option("--recorded", is_flag=True, help="Learn from the prompt files' recorded answers too.")
 @click.option("--batch", type=click.IntRange(1), default=64, help="Answers generated side by side.")
 @click.option("--vocab", type=click.IntRange(2), default=8192, help="Entries of the draft vocabulary.")
+@click.option("--intermediate", type=click.IntRange(1), help="Size of the head's MLP (the target's when not given).")
 @click.option("--length", type=click.IntRange(16), default=2048, help="Most tokens of a text and of a pack.")
 @click.option("--steps", type=click.IntRange(1), default=5, help="Steps of the training-time test.")
 @click.option("--epochs", type=click.IntRange(1), default=10, help="Rounds over the text.")
+@click.option(
+    "--prompt-share", type=click.FloatRange(0, 1), default=0.2, help="Share of the prompts to learn from too."
+)
 @click.option("--packs", type=click.IntRange(1), default=2, help="Packs of --length tokens an update.")
 @click.option("--learning-rate", type=float, default=1e-3, help="Highest learning rate.")
 @click.option("--patience", type=click.IntRange(1), default=3, help="Epochs without progress before it ends.")
@@ -91,12 +95,13 @@ def _options(given: dict[str, Any], temperatures: tuple[float, ...]) -> Eagle3Op
     from hvd.training.eagle3 import Eagle3Options
     from hvd.training.eagle3_fit import FitOptions
 
-    names = ("steps", "length", "packs", "epochs", "learning_rate", "patience", "precision", "seed")
+    names = ("steps", "length", "prompt_share", "packs", "epochs", "learning_rate", "patience", "precision", "seed")
     return Eagle3Options(
         max_tokens=given["max_tokens"],
         temperatures=temperatures,
         recorded=given["recorded"],
         vocab=given["vocab"],
+        intermediate=given["intermediate"],
         hold_out=given["hold_out"],
         states_bytes=int(given["states_gb"] * 1e9),
         from_target=not given["from_scratch"],

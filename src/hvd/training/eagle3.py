@@ -56,6 +56,7 @@ class Eagle3Options:
     temperatures    the target answers every prompt once at each of these
     recorded        learn from recorded answers too
     vocab           entries of the draft vocabulary
+    intermediate    size of the head's MLP; None = the target's
     hold_out        share of the prompts' groups that are not trained on
     states_bytes    most bytes of hidden states kept on the disk; what is beyond is computed anew each epoch
     from_target     begin as the target's last layer (True), or at random
@@ -65,6 +66,7 @@ class Eagle3Options:
     temperatures: tuple[float, ...] = (0.0, 0.8)
     recorded: bool = False
     vocab: int = 8192
+    intermediate: int | None = None
     hold_out: float = 0.05
     states_bytes: int = 20 * 10**9
     from_target: bool = True
@@ -180,9 +182,12 @@ def train_eagle3(
     head = new_head(checkpoint, target, draft_ids, options)
     stores = _states(target, train, held, out / "states", options, progress, note)
     args = _training_args(target, options, facts)
-    settings = {key: value for key, value in args.items() if key != "options"} | {
-        "text": facts["digest"], "vocab": options.vocab, "from_target": options.from_target
-    }  # fmt: skip
+    made_of = ("vocab", "intermediate", "from_target", "hold_out")
+    settings = {
+        **{key: value for key, value in args.items() if key not in ("options", "text")},
+        **{name: getattr(options, name) for name in made_of},
+        "text": facts["digest"],
+    }
     fit = Fit(head, (stores[0], train), (stores[1], held), out / "checkpoint.pt", options.fit, settings)
     fit.run(progress)
     write_head(out / "head", head, draft_ids, target.spec, args, fit.curve)
@@ -195,7 +200,7 @@ def new_head(checkpoint: Checkpoint, target: TorchTarget, draft_ids: Int64Array,
     shape = HeadShape(
         hidden_size=config.hidden_size,
         aux=len(spec.aux_layers),
-        intermediate_size=config.intermediate_size,
+        intermediate_size=options.intermediate or config.intermediate_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

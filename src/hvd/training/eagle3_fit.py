@@ -19,8 +19,11 @@ from hvd.payoff.files import write_whole
 from hvd.training.eagle3_module import HeadModule, Pack
 from hvd.training.eagle3_states import StateStore
 from hvd.training.eagle3_text import Document
+from hvd.types import BoolArray
 
 FORMAT = 1
+STRETCH = 16
+"""Tokens of a stretch of prompt that counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class FitOptions:
     steps           steps of the training-time test
     decay           weight of step i in the loss is decay**i
     length          most tokens of a pack, and of a document
+    prompt_share    share of the prompts' tokens that count too, drawn anew each epoch: text that costs no decoding
     packs           packs a step of the optimizer
     epochs          rounds over the training text
     learning_rate   its highest value, after the warm-up; falls as a cosine to a tenth
@@ -44,6 +48,7 @@ class FitOptions:
     steps: int = 5
     decay: float = 0.8
     length: int = 2048
+    prompt_share: float = 0.2
     packs: int = 2
     epochs: int = 10
     learning_rate: float = 1e-3
@@ -59,6 +64,8 @@ class FitOptions:
         for name in ("steps", "length", "packs", "epochs", "patience"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.prompt_share <= 1:
+            raise ConfigError(f"the share of the prompts must lie between 0 and 1, got {self.prompt_share}")
         if self.precision not in ("bfloat16", "float32"):
             raise ConfigError(f"precision must be 'bfloat16' or 'float32', got {self.precision!r}")
         if not self.learning_rate > 0:
@@ -196,9 +203,11 @@ class Fit:
     def _update(self, packs: Sequence[Sequence[int]], rate: float) -> None:
         store, documents = self._train
         self._optimizer.zero_grad(set_to_none=True)
-        total = sum(int(documents[i].counts.sum()) for pack in packs for i in pack)
-        for pack in packs:
-            loss, rows = _loss(self.head, make_pack(store, documents, pack, self._device), self.options)
+        rng = np.random.default_rng((self.options.seed, self._place.epoch, self._place.batch))
+        rows_of = [make_pack(store, documents, pack, self._device, self.options.prompt_share, rng) for pack in packs]
+        total = sum(int(row.counts.sum()) for row in rows_of)
+        for row in rows_of:
+            loss, rows = _loss(self.head, row, self.options)
             if not torch.isfinite(loss):
                 raise TrainingError(
                     f"the loss became {loss.item()} at update {self._place.updates + 1} of epoch "
@@ -285,17 +294,32 @@ def evaluate(head: HeadModule, store: StateStore, documents: Sequence[Document],
     return Score(tuple(np.cumsum(chains).tolist()), tuple(accuracy.tolist()), total / max(1.0, rows))
 
 
-def make_pack(store: StateStore, documents: Sequence[Document], indices: Sequence[int], device: torch.device) -> Pack:
-    """Lay documents behind each other, on the device."""
+def make_pack(
+    store: StateStore,
+    documents: Sequence[Document],
+    indices: Sequence[int],
+    device: torch.device,
+    prompt_share: float = 0.0,
+    rng: np.random.Generator | None = None,
+) -> Pack:
+    """Lay documents behind each other, on the device. With `rng`, stretches of the prompts count too."""
     states, final = zip(*(store[i] for i in indices), strict=True)
     chosen = [documents[i] for i in indices]
     return Pack(
         tokens=torch.from_numpy(np.concatenate([d.tokens for d in chosen]).astype(np.int64)).to(device),
         states=torch.cat(states).to(device).float(),
         final=torch.cat(final).to(device).float(),
-        counts=torch.from_numpy(np.concatenate([d.counts for d in chosen])).to(device),
+        counts=torch.from_numpy(np.concatenate([_counts(d, prompt_share, rng) for d in chosen])).to(device),
         ends=np.cumsum([len(d.tokens) for d in chosen]).tolist(),
     )
+
+
+def _counts(document: Document, share: float, rng: np.random.Generator | None) -> BoolArray:
+    """The answer, and stretches of the prompt that make up about `share` of it."""
+    if rng is None or share == 0:
+        return document.counts
+    drawn = rng.random(-(-len(document.tokens) // STRETCH)) < share
+    return document.counts | np.repeat(drawn, STRETCH)[: len(document.tokens)]
 
 
 def _packs(order: Sequence[int], documents: Sequence[Document], length: int) -> Iterator[list[int]]:

@@ -257,7 +257,7 @@ class HeadModule(nn.Module):
         )
 
     def initialize(self, target: dict[str, Tensor]) -> None:
-        """Begin as the target's last layer on its last auxiliary state, which is a fair drafter at once.
+        """Begin as the target's last layer on its last auxiliary state: half of what is to be learned.
 
         target   its last layer's tensors by their names within the layer, and "norm.weight"
         """
