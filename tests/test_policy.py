@@ -289,6 +289,32 @@ def test_requests_of_a_shared_pass_compete_for_width() -> None:
     assert sum(lengths) < 15
 
 
+@pytest.mark.parametrize("cost", [cpu_cost, gpu_cost])
+def test_the_better_of_two_cache_drafts_is_taken_and_learned_from(cost: Callable[[], CostModel]) -> None:
+    weak, strong = (
+        chain(20, match_len=1),
+        dataclasses.replace(chain(20, match_len=30, count=9), tokens=np.arange(20, 40)),
+    )
+    place = dataclasses.replace(situation(weak), alternatives=(strong,))
+    policy = Hybrid()
+    choice = policy.choose([place], cost())[0]
+    assert choice.arm is Arm.CACHE
+    assert choice.draft is strong
+    assert len(policy.foretold(place, choice)[Arm.CACHE]) == 20
+    hoped = choice.expected
+    for _ in range(20):
+        policy.observe(place, choice, 0)
+        choice = policy.choose([place], cost())[0]
+    assert choice.draft is not strong or choice.expected < hoped / 3
+
+
+def test_a_draft_that_only_begins_another_changes_nothing() -> None:
+    draft = chain(20, match_len=8)
+    alone, beside = situation(draft), dataclasses.replace(situation(draft), alternatives=(draft.first(6),))
+    one, other = (Hybrid().choose([place], cpu_cost())[0] for place in (alone, beside))
+    assert (one.arm, one.length, other.draft) == (other.arm, other.length, draft)
+
+
 def test_a_crowded_batch_speculates_less() -> None:
     cost = gpu_cost()
     alone = Hybrid(constant_survival(1.0)).choose([situation(chain(30))], cost)[0].length

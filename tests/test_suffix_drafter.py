@@ -70,6 +70,63 @@ def test_a_draft_continues_what_stood_in_the_prompt() -> None:
     assert draft.probs.dtype == np.float32
 
 
+FORM = (11, 12, 13, 14, 20, 21, 15, 16, 17, 18, 19)
+
+
+def resumed(drafter: SuffixDrafter, key: int = 0, room: int = 64) -> Draft | None:
+    return next((draft for draft in drafter.alternatives(key, room) if draft.age), None)
+
+
+def test_a_copy_that_was_left_is_resumed() -> None:
+    """The form is written out again with other words in its gap: 30 for 20, then 30 31 32 for 20 21."""
+    drafter = make()
+    start(drafter, 0, ids(*FORM, 0, 11, 12, 13))
+    drafter.observe(0, ids(14), None, prompt=False)
+    assert resumed(drafter) is None
+    drafter.observe(0, ids(30), None, prompt=False)
+    draft = resumed(drafter)
+    assert draft is not None
+    assert draft.tokens[:5].tolist() == [21, 15, 16, 17, 18]
+    assert (draft.age, draft.origin, draft.match_len, draft.local) == (1, 4, 0, True)
+    drafter.observe(0, ids(31, 32, 15), None, prompt=False)
+    draft = resumed(drafter, room=2)
+    assert draft is not None
+    assert draft.tokens.tolist() == [16, 17]
+    assert (draft.age, draft.origin, draft.match_len) == (4, 4, 1)
+    assert len(draft.probs) == len(draft.counts) == len(draft.parent_counts) == len(draft.parents) == 2
+    drafter.observe(0, ids(16, 17), None, prompt=False)
+    assert resumed(drafter) is not None
+    drafter.observe(0, ids(18), None, prompt=False)  # a match of three tokens had foretold it: that copy has taken over
+    assert resumed(drafter) is None
+
+
+def test_what_is_resumed_depends_on_the_text_alone() -> None:
+    """Not on how it was cut into cycles."""
+    drafter, response = make(), (11, 12, 13, 14, 30, 31, 15, 16, 40)
+    for key in (0, 1):
+        start(drafter, key, ids(*FORM, 0))
+    drafter.observe(0, ids(*response), None, prompt=False)
+    for token in response:
+        drafter.observe(1, ids(token), None, prompt=False)
+    one, other = resumed(drafter, 0), resumed(drafter, 1)
+    assert one is not None
+    assert other is not None
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert (one.age, one.origin, one.match_len) == (other.age, other.origin, other.match_len)
+
+
+def test_the_best_scored_draft_is_another_where_a_shorter_match_is_surer() -> None:
+    drafter = make()
+    often = [2, 3, 4, 5, 6] * 6
+    draft = start(drafter, 0, ids(1, 2, 3, 9, *often, 0, 1, 2, 3, 8, 7, 1, 2, 3))
+    scored = [other for other in drafter.alternatives(0, 64) if not other.age]
+    assert draft is not None
+    assert draft.match_len == 3
+    assert [other.tokens[:3].tolist() for other in scored] == [[4, 5, 6]]
+    assert scored[0].match_len < draft.match_len
+    assert drafter.alternatives(0, 0) == ()
+
+
 def test_a_draft_is_the_callers_to_keep() -> None:
     drafter = make()
     first = start(drafter, 0, ids(5, 6, 7, 8, 9, 5, 6))

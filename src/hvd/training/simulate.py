@@ -31,6 +31,10 @@ from hvd.training.replay import SimulatedHead, Walk, cycles, walks
 from hvd.training.report import without_nan
 from hvd.types import Arm, ArmStats, Float64Array
 
+GATE_SECONDS = 1e-4
+"""What a policy that predicts takes to choose: about what is measured on two cores, beside other work. Fixed rules and
+the oracle take nothing."""
+
 ORACLE = "oracle"
 PLAIN = "plain"
 
@@ -179,9 +183,15 @@ def simulate(
 
 
 def play(walk: Walk, policy: Policy, cost: CostModel, head: SimulatedHead | None, totals: Totals) -> None:
-    """Add a policy's cycles of one walk to `totals`."""
+    """Add a policy's cycles of one walk to `totals`, with the time of its gate."""
     for cycle in cycles(walk, policy, cost, head):
-        totals.count(cycle.choice, cycle.accepted, cycle_seconds(cost, cycle.choice, cycle.situation))
+        seconds = cycle_seconds(cost, cycle.choice, cycle.situation) + gate_seconds(policy, cycle.situation)
+        totals.count(cycle.choice, cycle.accepted, seconds)
+
+
+def gate_seconds(policy: Policy, situation: Situation) -> float:
+    """Seconds that a policy thinks: nothing when it does not predict, or nothing is on offer."""
+    return GATE_SECONDS if policy.predictor_kind is not None and (situation.cached or situation.eagle3) else 0.0
 
 
 def cycle_seconds(cost: CostModel, choice: Choice, situation: Situation) -> float:
