@@ -415,6 +415,36 @@ def test_recorded_turns_train_a_predictor_and_replay_policies(
     assert "oracle" in out
 
 
+def test_a_predictor_of_very_little_comes_with_a_warning(
+    fake: FakeTarget, run: Run, prompts: Path, tmp_path: Path
+) -> None:
+    traces = tmp_path / "traces"
+    given = ("--model", "fake", "--max-tokens", "60")
+    assert run("trace", "collect", str(prompts), "--out", str(traces), *given)[0] == 0
+    code, out, err = run("train", "predictor", str(traces), "--out", str(tmp_path / "p.npz"), "--keep-loops")
+    assert code == 0, err
+    assert "WARNING: only" in err
+    assert "nan" not in out
+
+
+def test_a_quick_profile_says_what_it_did_not_measure(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(FakeTarget(V, context_limit=4096))
+    monkeypatch.setattr(ModelOptions, "open", lambda options, config=None: llm)
+    code, out, err = run("profile", "--model", "fake", "--quick", "--out", str(tmp_path / "c.json"))
+    assert code == 0, err
+    assert "512*" in err
+    assert "* extrapolated: measured up to a context of 256" in err
+    code, out, _ = run("profile", "--model", "fake", "--quick", "--out", str(tmp_path / "c.json"), "--json")
+    assert json.loads(out)["extrapolated"] == ["512", "2048"]
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "hvd", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "hvd")
+
+
 def test_imported_conversations_are_traces(
     run: Run, prompts: Path, tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:

@@ -18,6 +18,8 @@ from hvd.errors import ConfigError
 from hvd.payoff.files import write_whole
 
 FORMAT = 2
+_SPARE = 20
+"""Writing, which adds everything up anew, takes at most one part in so many of the time."""
 _LISTS = ("records", "findings", "skipped", "failed")
 
 
@@ -27,7 +29,7 @@ class BenchFile:
     model, settings   what is measured, and how; a file to be resumed must say the same
     data              which prompts; a file may be resumed with more of them
     peers             which peers took part and how they are timed; which are missing, and why
-    every             conversations between two writes
+    every             conversations between two writes, or more where adding up has come to take long
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class BenchFile:
     ) -> None:
         """Raises ConfigError when the path can't be written, or holds something that can't be resumed."""
         self._path, self._every, self._unwritten = path, every, 0
+        self._not_before = 0.0
         self._data, self._peers = data, peers or {"methods": {}, "missing": {}}
         self._head: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, "model": model, "settings": settings}))
         self.records: list[dict[str, Any]] = []
@@ -66,7 +69,7 @@ class BenchFile:
         self.skipped += [{"id": id_, "why": why} for id_, why in outcome.skipped]
         self.failed += [{"id": id_, "method": method, "why": why} for id_, method, why in outcome.failed]
         self._unwritten += 1
-        if self._unwritten >= self._every:
+        if self._unwritten >= self._every and time.monotonic() >= self._not_before:
             self.write()
 
     def content(self) -> dict[str, Any]:
@@ -87,10 +90,13 @@ class BenchFile:
         self._unwritten = 0
         if self._path is None:
             return
+        started = time.monotonic()
         try:
             write_whole(self._path, outline(self.content(), 3).encode())
         except OSError as error:
             raise ConfigError(f"can't write {self._path}: {error.strerror or error}") from error
+        ended = time.monotonic()
+        self._not_before = ended + _SPARE * (ended - started)
 
     def _resume(self, path: Path) -> None:
         try:

@@ -81,9 +81,9 @@ def micro(of: Pairs) -> Interval:
 
 
 def macro(of: Pairs) -> Interval:
-    """See the module's docstring. NaN without pairs."""
-    if not len(of):
-        return Interval(np.nan, np.nan, np.nan)
+    """See the module's docstring; of one data set it is micro. NaN without pairs."""
+    if not len(of) or not of.dataset.any():
+        return micro(of)
     rng = np.random.default_rng(0)
     logs, drawn = [], []
     for dataset in range(int(of.dataset.max()) + 1):

@@ -80,7 +80,9 @@ class BenchOptions:
     type=click.Path(path_type=Path),
     help="Directory of NAME.jsonl; with --suite paper it has what stands in for sets that can't be had.",
 )
-@click.option("--sets", default="", metavar="NAMES", help="Only these sets of the suite, with commas between.")
+@click.option(
+    "--sets", default="", show_default=False, metavar="NAMES", help="Only these sets of the suite, with commas between."
+)
 @click.option(
     "--policies",
     default=DEFAULT_POLICIES,
@@ -89,6 +91,7 @@ class BenchOptions:
 @click.option(
     "--peers",
     default="",
+    show_default=False,
     metavar="NAMES",
     help="Other programs to run beside: transformers, llama.cpp, vllm, with commas between.",
 )

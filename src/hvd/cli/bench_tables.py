@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-NARROW = 72
+NARROW = 76
 """Columns below which figures in brackets and intervals are left out."""
 _GAP = 2
 
@@ -28,7 +28,7 @@ def overview(summary: Mapping[str, Any], fastest: Mapping[str, int], width: int)
         "first in": lambda row: str(fastest.get(row["policy"], "-")),
     }
     if width < NARROW:
-        del columns["95 %"]
+        del columns["95 %"], columns["first in"]
     if not summary["looped"]:
         del columns["no loops"]
     title = "speed over plain decoding, geometric mean over sets"
@@ -91,7 +91,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 1), pad_edge=False, title_justify="left")
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True, overflow="ellipsis")
     return table
