@@ -85,9 +85,11 @@ def test_replayed_states_are_those_that_the_engines_met(base: LLM) -> None:
     assert guesses["rejected"] * 0.18 == pytest.approx(sum(r.drafted - r.accepted for r in live))
     assert guesses["cycles"] * 0.18 == pytest.approx(sum(r.cycles for r in live))
     assert guesses["seconds_lost"] > 0
-    sources = group["sources"]["cache"]
-    assert sources["tokens"] == sum(r.arms["cache"]["accepted"] for r in live)
-    assert sum(sources["share"].values()) == pytest.approx(1.0)
+    for policy in ("cache", "hvd"):
+        sources = group["sources"][policy]
+        accepted = [r.arms["cache"]["accepted"] for r in outcome.records if r.policy == policy and "cache" in r.arms]
+        assert sources["tokens"] == sum(accepted) > 0
+        assert sum(sources["share"].values()) == pytest.approx(1.0)
     json.dumps(analysis, allow_nan=False)
 
 
@@ -176,6 +178,7 @@ def test_the_last_place_of_a_match_is_the_source() -> None:
     text = np.array([7, 1, 2, 3, 9, 1, 2, 3, 8, 1, 2], np.int32)
     assert source_of(text, 2, 3) == 7
     assert source_of(text, 2, 5) is None
+    assert source_of(text, 2, 8) == 8  # behind 3, not behind 1 2: the best there is
     assert source_of(text, 1, 3) == 7
     assert [name_source(place, ["user"] * 8) for place in (7, 8, None)] == ["user", "answer", "unknown"]
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from hvd.bench.gates import Gates
+from hvd.bench.gates import Gates, State
 from hvd.bench.sources import SHARED, name_source, source_of, token_roles
 from hvd.bench.tallies import CONTEXT_EDGES, TENTHS, PayoffTally, Tree, bin_of
 from hvd.drafters.suffix import SuffixDrafter
@@ -29,28 +29,13 @@ from hvd.traces.schema import Trace
 from hvd.training.loops import loop_onset
 from hvd.training.replay import SimulatedHead, Walk, cycles, walk
 from hvd.training.simulate import Totals, oracle, play, policy_with
-from hvd.types import Arm, Draft, StepRecord
+from hvd.types import Arm, StepRecord
 
 PLAIN = "plain"
 OFFLINE = "offline"
 """States at every position of an answer, with the history of plain decoding."""
 ASKED = "hvd"
 """The policy whose states the predictors are asked about, when it is measured; else the first that uses the cache."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class State:
-    """One request where a gate stands. `history` is that of the moment: use it before going on.
-
-    payoff     accepted tokens of the cache draft if verified whole; None when there is none, or it is unknown
-    step       what was done there; None offline
-    """
-
-    position: int
-    draft: Draft | None
-    history: History
-    payoff: int | None
-    step: StepRecord | None = None
 
 
 class Analyst:
@@ -121,7 +106,7 @@ class Analyst:
         asked = self._gates.session(online=name == ASKED) if name in (OFFLINE, self._asked) else None
         for state in states:
             if asked is not None:
-                asked.look(state.history, state.draft, state.payoff, state.step)
+                asked.look(state)
             if state.draft is None:
                 tally.bare += 1
             elif state.payoff is None:
@@ -135,16 +120,14 @@ class Analyst:
 
     def _offline(self, walked: Walk) -> Iterator[State]:
         for cycle in cycles(walked, make_policy(PLAIN), self._cost):
-            draft = cycle.situation.cache
-            yield State(cycle.position, draft, cycle.situation.history, _payoff(walked, cycle.position))
+            yield _state(walked, cycle.position, cycle.situation.history)
 
     def _live(self, walked: Walk, steps: Sequence[StepRecord]) -> Iterator[State]:
         """The states of a policy's own cycles, with the history that its engine had."""
         history = History(self._classes)
         history.prompt(walked.trace.prompt)
         for step in steps:
-            draft = walked.drafts[step.position]
-            yield State(step.position, draft, history, _payoff(walked, step.position), step)
+            yield _state(walked, step.position, history, step)
             stop = step.position + step.committed
             tokens, hits = walked.trace.response[step.position : stop], walked.hits[step.position : stop]
             history.commit(tokens, hits, step.arm, step.drafted, step.accepted, step.offered)
@@ -180,11 +163,11 @@ def _walkable(name: str) -> bool:
     return "@" not in name and name != "plain-again"
 
 
-def _payoff(walked: Walk, position: int) -> int | None:
+def _state(walked: Walk, position: int, history: History, step: StepRecord | None = None) -> State:
     draft = walked.drafts[position]
-    if draft is None or walked.censored(position):
-        return None
-    return min(int(walked.payoffs[position]), len(draft))
+    known = draft is not None and not walked.censored(position)
+    payoff = int(walked.payoffs[position]) if known else None
+    return State(draft, walked.alternatives(position), history, payoff, step)
 
 
 def _head_steps(done: Mapping[str, Completion]) -> list[StepRecord]:
@@ -200,12 +183,12 @@ def _sources(walked: Walk, steps: Sequence[StepRecord], roles: Sequence[str]) ->
     tokens: dict[str, int] = {}
     tenths = [0] * TENTHS
     for step in steps:
-        draft = walked.drafts[step.position]
-        if step.arm is not Arm.CACHE or not step.accepted or draft is None:
+        if step.arm is not Arm.CACHE or not step.accepted:
             continue
-        at = prompt + step.position
-        place = source_of(text[:at], step.match_len, int(text[at])) if draft.local else None
-        name = name_source(place, roles) if draft.local else SHARED
+        draft, at = walked.drafts[step.position], prompt + step.position
+        shared = draft is not None and not draft.local
+        place = None if shared else source_of(text[:at], step.match_len, int(text[at]))
+        name = SHARED if shared else name_source(place, roles)
         tokens[name] = tokens.get(name, 0) + step.accepted
         if place is not None and place < prompt:
             tenths[place * TENTHS // prompt] += step.accepted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hvd.bench.tallies import CurveTally, GateTally
 from hvd.payoff.features import state_features
@@ -17,6 +18,22 @@ TRAINED, ONLINE, SCALAR = "survival", "online", "scalar"
 it; the paper's scalar predictor."""
 MATCH_LENGTHS = (4, 8)
 SCORES = (3,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class State:
+    """One request where a gate stands. `history` is that of the moment: use it before going on.
+
+    draft      the cache's main draft; `others`: what it offers besides
+    payoff     accepted tokens of the main draft if verified whole; None when there is none, or it is unknown
+    step       what was done there; None offline
+    """
+
+    draft: Draft | None
+    others: tuple[Draft, ...]
+    history: History
+    payoff: int | None
+    step: StepRecord | None = None
 
 
 class Gates:
@@ -41,21 +58,22 @@ class GateSession:
         self._of, self._online = gates, online
         self._pending: tuple[Forecast, int] | None = None
 
-    def look(self, history: History, draft: Draft | None, payoff: int | None, step: StepRecord | None) -> None:
-        """One state; `payoff` None: no draft, or unknown. Every live state must be shown, for what it teaches."""
-        self._learn_from_hit(history)
-        forecast = self._of.online.forecast(history, draft) if self._online and draft is not None else None
-        if draft is not None and payoff is not None:
-            self._ask(history, draft, payoff)
-            if forecast is not None:
-                self._curve(ONLINE, forecast.survival, payoff)
-        if forecast is None or step is None:
+    def look(self, state: State) -> None:
+        """One state. Every live one must be shown, for what it teaches."""
+        self._learn_from_hit(state.history)
+        if state.draft is None:
             return
-        if step.arm is Arm.CACHE:
-            if payoff is None or step.accepted == min(payoff, step.drafted):  # else it was another draft than this one
-                self._of.online.learn(forecast, step.drafted, step.accepted)
-        else:
-            self._pending = forecast, history.generated_length
+        forecast = self._of.online.forecast(state.history, state.draft, state.others) if self._online else None
+        if state.payoff is not None:
+            self._ask(state, state.draft, state.payoff)
+            if forecast is not None:
+                self._curve(ONLINE, forecast.survival, state.payoff)
+        if forecast is None or state.step is None:
+            return
+        if state.step.arm is not Arm.CACHE:
+            self._pending = forecast, state.history.generated_length
+        elif state.payoff is None or state.step.accepted == min(state.payoff, state.step.drafted):  # it was this draft
+            self._of.online.learn(forecast, state.step.drafted, state.step.accepted)
 
     def _learn_from_hit(self, history: History) -> None:
         """A draft that was not verified: whether its first token was right is known by now (as in `Hybrid`)."""
@@ -66,12 +84,12 @@ class GateSession:
         if 0 <= ago < HIT_WINDOW:
             self._of.online.learn(forecast, 1, int(history.hit(ago)))
 
-    def _ask(self, history: History, draft: Draft, payoff: int) -> None:
+    def _ask(self, state: State, draft: Draft, payoff: int) -> None:
         pays = payoff >= PAYOFF
         if self._of.survival is not None:
-            self._curve(TRAINED, self._of.survival.survival(history, draft), payoff)
+            self._curve(TRAINED, self._of.survival.survival(state.history, draft, state.others), payoff)
         if self._of.scalar is not None:
-            expected = self._of.scalar.predict(state_features(history, draft))
+            expected = self._of.scalar.predict(state_features(state.history, draft))
             self.gates.count(SCALAR, expected > PAYOFF, pays)
         self.gates.count("any-match", True, pays)
         for length in MATCH_LENGTHS:

@@ -42,13 +42,16 @@ def _spelled(tokenizer: Tokenizer, token: int) -> bytes:
 def source_of(text: Int32Array, match_len: int, token: int) -> int | None:
     """Place in the committed text, int32 [n], that a draft's first token was copied from; None when it is nowhere.
 
-    The tree counts every occurrence of a match of so many tokens; the last one stands for all.
+    The tree counts every occurrence of a match of so many tokens; the last one stands for all. Where there is none (the
+    draft goes on with a copy that the text has left), it is the last one of the longest shorter match.
     """
-    pattern = np.append(text[len(text) - match_len :], token)
-    places = np.flatnonzero(text == pattern[-1])
-    for back in range(1, len(pattern)):
-        places = places[places >= back]
-        places = places[text[places - back] == pattern[-1 - back]]
+    places = np.flatnonzero(text == token)
+    for back in range(1, match_len + 1):
+        longer = places[places >= back]
+        longer = longer[text[longer - back] == text[-back]]
+        if not len(longer):
+            break
+        places = longer
     return int(places[-1]) if len(places) else None
 
 
