@@ -18,7 +18,7 @@ from hvd.testing import FakeTarget
 from hvd.tokenizer import Tokenizer
 from support import OracleDrafter, make_llm, plain
 from test_report_bench import measure, page_of
-from test_report_explain import worst_case
+from test_report_explain import still_cost, worst_case
 
 V = 512
 PARAMS = SamplingParams(max_tokens=150)
@@ -76,7 +76,7 @@ def request_(tiny_model: Callable[..., Path]) -> ExplainedRequest:
     prompt = tokenizer.encode(HOSTILE)
     answer = plain(target, prompt, PARAMS).token_ids
     head = OracleDrafter({tuple(prompt): answer}, V, wrong_every=7)
-    return explain_live(make_llm(target, tokenizer, eagle3=head), prompt, PARAMS, "hvd")
+    return explain_live(make_llm(target, tokenizer, eagle3=head, cost=still_cost()), prompt, PARAMS, "hvd")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from hvd.drafters.suffix import SuffixDrafter
 from hvd.engine import engine
 from hvd.engine.llm import LLM
 from hvd.errors import ConfigError
+from hvd.payoff.cost import CostModel, Surface
 from hvd.payoff.explanation import Explanation, Prospect
 from hvd.payoff.features import STATE_NAMES
 from hvd.payoff.hybrid import Hybrid
@@ -47,11 +48,30 @@ def repetitive() -> FakeTarget:
     return FakeTarget(64, context_limit=512, order=1, seed=3)
 
 
+class StillCost(CostModel):
+    """Costs that no measurement changes: decisions are the same on a busy machine."""
+
+    def observe_verify(self, widths: Sequence[int], contexts: Sequence[int], seconds: float) -> None:
+        pass
+
+    def observe_eagle3(self, length: int, backlog: int, context: int, seconds: float) -> None:
+        pass
+
+    def observe_overhead(self, seconds: float) -> None:
+        pass
+
+
+def still_cost() -> StillCost:
+    sizes = (1, 8, 64)
+    drafting = Surface(sizes, (0,), np.asarray([[1e-3 * n for n in sizes]]))
+    return StillCost(Surface(sizes, (0,), np.asarray([[1e-2, 1.2e-2, 3e-2]])), eagle3=drafting)
+
+
 def with_head(*, tree: bool = False) -> LLM:
     target = repetitive()
     answer = plain(target, PROMPT, PARAMS).token_ids
     head = OracleDrafter({tuple(PROMPT): answer}, 64, wrong_every=5, tree=tree)
-    return make_llm(target, eagle3=head, policy="eagle3" if tree else "hvd")
+    return make_llm(target, eagle3=head, policy="eagle3" if tree else "hvd", cost=still_cost())
 
 
 # -- the hook ---------------------------------------------------------------------------------------------------------
@@ -94,10 +114,12 @@ def test_a_policy_that_can_not_be_explained_ends_its_own_request_alone(monkeypat
 
 @pytest.mark.parametrize("head", [False, True])
 def test_the_choice_is_the_best_of_what_is_shown(head: bool) -> None:
-    request = explain_live(with_head() if head else make_llm(repetitive()), PROMPT, PARAMS, "hvd")
-    arms = set()
+    request = explain_live(with_head() if head else make_llm(repetitive(), cost=still_cost()), PROMPT, PARAMS, "hvd")
+    seen, taken = set(), set()
     for cycle in request.cycles:
-        why, record = cycle.explanation, cycle.record
+        why = cycle.explanation
+        seen |= {prospect.arm for prospect in why.prospects}
+        taken.add(why.choice.arm)
         if why.backlog > 2:
             continue  # the policy charges less than the whole catching up
         rates = {(Arm.PLAIN, 0): 1.0 / why.plain_seconds}
@@ -106,9 +128,9 @@ def test_the_choice_is_the_best_of_what_is_shown(head: bool) -> None:
             assert len(prospect.rates) == len(prospect.seconds)
             assert (np.diff(prospect.survival) <= 1e-6).all()
             rates |= {(prospect.arm, k): float(rate) for k, rate in enumerate(prospect.rates, start=1)}
-        arms.add(record.arm)
         assert rates[why.choice.arm, why.choice.length] >= max(rates.values()) * 0.995
-    assert arms >= ({Arm.CACHE, Arm.EAGLE3} if head else {Arm.CACHE, Arm.PLAIN})
+    assert seen == ({Arm.CACHE, Arm.EAGLE3} if head else {Arm.CACHE})
+    assert taken >= seen
 
 
 def test_expected_tokens_are_the_area_under_the_curve() -> None:

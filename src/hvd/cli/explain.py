@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import click
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from hvd.report.explain import ExplainedRequest
     from hvd.tokenizer import Tokenizer
 
-_TITLE = 90
+_TITLE = 110
 """Characters of the prompt that become the page's title."""
 
 
@@ -105,8 +106,7 @@ def _live(
     with progress_bar() as progress:
         most = params.max_tokens
         request = explain_live(llm, ids, params, policy, lambda done: progress("decoding", done, most or done))
-    title = text.strip().splitlines()[0].strip()
-    return request, title if len(title) <= _TITLE else title[: _TITLE - 1] + "\u2026"
+    return request, shorten(text.strip().splitlines()[0], _TITLE, placeholder=" \u2026")
 
 
 def _replayed(

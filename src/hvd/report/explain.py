@@ -256,6 +256,8 @@ def _draft_json(request: ExplainedRequest, position: int, draft: Draft) -> Mappi
         "match_len": draft.match_len,
         "score": draft.score,
         "local": draft.local,
+        "age": draft.age,
+        "origin": draft.origin,
     }
 
 

@@ -113,6 +113,7 @@ def _offer(
     verified = cycle.record.drafted if cycle.record.arm is Arm.CACHE else 0
     copied = cycle.source.length if cycle.source is not None else 0
     return {
+        **({"g": [draft.age, draft.origin]} if draft.age else {}),
         "t": texts.numbers(request.texts(draft.tokens[: verified + _AHEAD], before)[copied:]),
         "n": len(draft),
         "m": draft.match_len,

@@ -138,6 +138,8 @@ def _found(request: ExplainedRequest, cycle: ExplainedCycle, cache: Draft) -> st
     match = (
         f"match: {cache.match_len} tokens, score {cache.score:.1f}, seen {cache.counts[0]} of {cache.parent_counts[0]}"
     )
+    if cache.age:
+        match += f", resumed {cache.age} tokens after the text left the copy"
     source = cycle.source
     if source is None:
         return match + (", place not known" if cache.local else ", in an earlier answer")

@@ -1,7 +1,7 @@
 "use strict";
 /* Draws one request. A cycle's keys: p position, a arm, n drafted, k accepted, m committed, r reason,
    pl ms of a plain pass, c cache draft on offer {t its tokens behind those of s, n length, m match, s score, l local,
-   q counts}, f features,
+   q counts, g [tokens since the text left the copy that this resumes, match length there]}, f features,
    s source [start, length], d head's draft {t tokens, u parents, y accepted path}, b backlog, t ms by phase,
    w prospects {a arm, z longest, ms at lengthsShown, v survival, packed}. */
 const ARMS = ["cache", "eagle3", "plain"];
@@ -166,9 +166,10 @@ function drafts(cycle) {
 
 function sourceOf(cycle) {
   if (!cycle.c) return [];
-  const { m, s, l, q } = cycle.c;
+  const { m, s, l, q, g } = cycle.c;
   const seen = `Matched the last ${plural(m, "token")}; what followed was seen ${q[0]} of ${plural(q[1], "time")}. Score ${fixed(s, 1)}.`;
   const out = [el("h3", {}, "Where it was found"), el("p", { class: "reason" }, seen)];
+  if (g) out.push(el("p", { class: "reason" }, `It resumes a copy that the text left ${plural(g[0], "token")} ago, after a match of ${g[1]}.`));
   if (!cycle.s) out.push(el("p", { class: "reason" }, l ? "The place is not known." : "In an earlier answer."));
   else {
     const [start, length] = cycle.s, place = start < flow ? `token ${start + 1} of the prompt` : `token ${start - flow + 1} of the answer`;
