@@ -115,6 +115,18 @@ def test_what_is_resumed_depends_on_the_text_alone() -> None:
     assert (one.age, one.origin, one.match_len) == (other.age, other.origin, other.match_len)
 
 
+def test_the_best_scored_draft_begins_behind_a_match_that_was_continued() -> None:
+    """The longest match stands at the end of a kept response; its shorter part was continued."""
+    drafter, phrase = make(), ids(1, 2, 3, 4, 5, 6)
+    respond(drafter, 1, np.concatenate((phrase, ids(7, 8, 9))))
+    respond(drafter, 2, np.concatenate((ids(0), phrase)))
+    draft = start(drafter, 3, np.concatenate((ids(0), phrase)))
+    scored = [other for other in drafter.alternatives(3, 64) if not other.age]
+    assert draft is not None
+    assert [(other.match_len, other.tokens.tolist()) for other in scored] == [(6, [7, 8, 9])]
+    assert draft.match_len == 6
+
+
 def test_the_best_scored_draft_is_another_where_a_shorter_match_is_surer() -> None:
     drafter = make()
     often = [2, 3, 4, 5, 6] * 6

@@ -551,8 +551,11 @@ def propose_scored(
     """
     own, other, named, buffers = Arrays(*local), Arrays(*shared), Rules(*rules), Buffers(*out)
     room = min(room, named.max_draft)
-    state, length, n, score = _score_maximal(own, own.meta[TAIL], own.meta[TAIL_LENGTH], room, named, buffers)
-    state2, length2, n2, score2 = _score_maximal(other, match[SHARED_STATE], match[SHARED_LENGTH], room, named, buffers)
+    # Only from matches that were continued: behind the others a walk would begin elsewhere.
+    state, length = _longest(own, own.meta[TAIL], own.meta[TAIL_LENGTH])
+    state, length, n, score = _score_maximal(own, state, length, room, named, buffers)
+    state2, length2 = _longest(other, match[SHARED_STATE], match[SHARED_LENGTH])
+    state2, length2, n2, score2 = _score_maximal(other, state2, length2, room, named, buffers)
     if max(n, n2) == 0:
         return 0, 0, OWN, score
     if score >= score2:
