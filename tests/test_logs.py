@@ -346,6 +346,20 @@ def test_a_directory_stands_for_its_files(tmp_path: Path) -> None:
     assert len(answers) == 3
 
 
+def test_of_several_files_those_that_hold_no_log_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    write(tmp_path / "b.txt", ["words"])
+    (tmp_path / "c.jsonl").touch()
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 torn")
+    answers, reader = read(str(tmp_path))
+    assert len(answers) == 2
+    assert [line.split(":")[0].split(" ")[0].split("/")[-1] for line in reader.skipped] == [
+        "b.txt",
+        "c.jsonl",
+        "d.parquet",
+    ]
+
+
 def test_our_traces_are_read_and_not_taken_for_a_data_set(tmp_path: Path) -> None:
     classes = np.zeros(8, np.uint8)
     trace = Trace("a#1", np.array([1, 2], np.int32), np.array([3, 4], np.int32), classes)

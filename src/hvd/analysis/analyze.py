@@ -19,7 +19,7 @@ from hvd.payoff.cost import CostModel
 from hvd.payoff.predictor import Predictor, SurvivalPredictor, save_predictor
 from hvd.payoff.shipped import gather_predictors
 from hvd.traces.importers import RECORDED
-from hvd.traces.logs import FileTally, LogReader
+from hvd.traces.logs import LogReader
 from hvd.traces.logs_record import Recorded
 from hvd.traces.logs_sample import Reservoir
 from hvd.traces.logs_vllm import ADVICE, VLLM
@@ -40,6 +40,7 @@ CHARS_PER_TOKEN = 4
 PROMPT_SHARE = 100
 """Prompt tokens that may be analysed for each answer token: bounds the time that long prompts take."""
 MOST_STATES = 30_000
+_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def analyze(
     encoder = Encoder(tokenizer)
     answers = _encode(encoder, sample, progress)
     if not answers:
-        raise ConfigError(_nothing(reader.tallies, encoder))
+        raise ConfigError(_nothing(reader, encoder))
     names = (PLAIN, CACHE, *(("eagle3", "any-match") if options.head else ()), *RULES)
     names = (*names, *(("hvd-paper",) if "scalar" in predictors else ()), HVD)
     players = {name: policy_with(name, list(predictors.values())) for name in names}
@@ -239,15 +240,18 @@ def _result(
         gains=tuple(study.gains),
         loops=found[0],
         training=found[1],
-        notes=tuple(_notes(reader.tallies, encoder, study)),
+        notes=tuple(_notes(reader, encoder, study)),
         seconds=seconds,
     )
 
 
-def _notes(tallies: Sequence[FileTally], encoder: Encoder, study: Study) -> Iterator[str]:
+def _notes(reader: LogReader, encoder: Encoder, study: Study) -> Iterator[str]:
     """What readers should know of these figures, one line each."""
+    yield from (f"{why}; file left out" for why in reader.skipped[:_NAMED])
+    if len(reader.skipped) > _NAMED:
+        yield f"{len(reader.skipped)} files in all left out"
     broken, unanswered, repeats = (
-        sum(getattr(t, name) for t in tallies) for name in ("broken", "unanswered", "repeats")
+        sum(getattr(t, name) for t in reader.tallies) for name in ("broken", "unanswered", "repeats")
     )
     if broken:
         yield f"{counted(broken, 'broken line')} left out"
@@ -265,8 +269,11 @@ def _notes(tallies: Sequence[FileTally], encoder: Encoder, study: Study) -> Iter
         yield f"only {counted(len(study.groups), 'conversation')}: intervals say little"
 
 
-def _nothing(tallies: Sequence[FileTally], encoder: Encoder) -> str:
+def _nothing(reader: LogReader, encoder: Encoder) -> str:
     """Why there is nothing to replay, and what to do."""
+    tallies = reader.tallies
+    if not tallies:
+        return f"none of {len(reader.skipped)} files is a log: {reader.skipped[0]}"
     if encoder.foreign:
         return f"all {encoder.foreign} traces were written with another tokenizer; leave --tokenizer out or give theirs"
     broken = [tally for tally in tallies if tally.broken and not tally.unanswered]

@@ -53,6 +53,10 @@ Progress = Callable[[int, int], None]
 """(bytes read, bytes of all files)"""
 
 
+class NoLogError(ConfigError):
+    """A file that holds no log: empty, of no known format, or torn from the start."""
+
+
 class BadLineError(ValueError):
     """Stands in the place of a line that can't be taken."""
 
@@ -86,7 +90,7 @@ class FileTally:
 
 
 class LogReader:
-    """Yields what the files hold. `tallies` has one entry for each file begun."""
+    """Yields what the files hold. `tallies` has one entry for each file begun, `skipped` why others were left out."""
 
     def __init__(self, paths: Sequence[str], form: str | None = None, progress: Progress | None = None) -> None:
         """
@@ -104,14 +108,17 @@ class LogReader:
         self._done = 0
         self._conversations = Conversations()
         self.tallies: list[FileTally] = []
+        self.skipped: list[str] = []
 
     def __iter__(self) -> Iterator[Recorded | Trace]:
-        """All answers, in order. ConfigError for a file that can't be opened or is of no known format."""
+        """All answers, in order. A file that holds no log is left out; ConfigError when it is the only one."""
         for path in self._files:
-            if path != STDIN and _magic(path) == b"PAR1":
-                yield from self._parquet(path)
-            else:
-                yield from self._lines(path)
+            try:
+                yield from (self._parquet if path != STDIN and _magic(path) == b"PAR1" else self._lines)(path)
+            except NoLogError as error:
+                if len(self._files) == 1:
+                    raise
+                self.skipped.append(str(error))
             self._done += 0 if path == STDIN else os.path.getsize(path)
 
     # -- text ---------------------------------------------------------------------------------------------------------
@@ -187,7 +194,7 @@ class LogReader:
                     raise ConfigError(f"{path} {'holds traces' if ours else 'is no trace file'}; leave --format out")
                 yield from (self._traces(path, tally) if ours else self._rows(file, tally))
         except (pa.ArrowException, OSError) as error:
-            raise ConfigError(f"{path}: a Parquet file that can't be read ({str(error).splitlines()[0]})") from error
+            raise NoLogError(f"{path}: a Parquet file that can't be read ({str(error).splitlines()[0]})") from error
 
     def _traces(self, path: str, tally: FileTally) -> Iterator[Trace]:
         try:
@@ -196,7 +203,7 @@ class LogReader:
                 tally.answers += len(trace.response) > 0
                 yield trace
         except TraceError as error:
-            raise ConfigError(str(error)) from error
+            raise NoLogError(str(error)) from error
 
     def _rows(self, file: Any, tally: FileTally) -> Iterator[Recorded]:
         for batch in file.iter_batches(batch_size=_BATCH):
@@ -255,7 +262,7 @@ def _whole_lines(stream: IO[bytes]) -> Iterator[bytes | BadLineError]:
 
 
 def _head(lines: Iterator[bytes | BadLineError], path: str) -> list[bytes | BadLineError]:
-    """The first lines, to find the format by. ConfigError when there is nothing in them."""
+    """The first lines, to find the format by. NoLogError when there is nothing in them."""
     head: list[bytes | BadLineError] = []
     size = 0
     for line in lines:
@@ -265,15 +272,15 @@ def _head(lines: Iterator[bytes | BadLineError], path: str) -> list[bytes | BadL
             break
     if not any(isinstance(line, bytes) and line.strip() for line in head):
         why = next((str(line) for line in head if isinstance(line, BadLineError)), None)
-        raise ConfigError(f"{path} is empty" if why is None else f"{path} can't be read: {why}")
+        raise NoLogError(f"{path} is empty" if why is None else f"{path} can't be read: {why}")
     return head
 
 
 def _detect(head: Iterable[bytes | BadLineError], path: str) -> str:
-    """The format by the first lines. ConfigError when it is none."""
+    """The format by the first lines. NoLogError when it is none."""
     lines = [line for line in head if isinstance(line, bytes) and line.strip()]
     if lines[0].lstrip().startswith(b"["):
-        raise ConfigError(f"{path} begins with a JSON array; give one record a line (jq -c '.[]' {path} > {path}l)")
+        raise NoLogError(f"{path} begins with a JSON array; give one record a line (jq -c '.[]' {path} > {path}l)")
     seen = 0
     for line in lines:
         try:
@@ -287,7 +294,7 @@ def _detect(head: Iterable[bytes | BadLineError], path: str) -> str:
     if looks_like_vllm(b"".join(lines).decode("utf-8", "replace")):
         return VLLM
     what = "JSON without messages, prompts or responses" if seen else "neither JSON Lines nor a vLLM log nor Parquet"
-    raise ConfigError(
+    raise NoLogError(
         f"{path}: the format is not known ({what}); known are {', '.join(FORMATS)}: force one with --format"
     )
 
@@ -298,7 +305,7 @@ def _form_of_rows(file: Any, path: str) -> str:
             return form
         break
     names = ", ".join(file.schema_arrow.names[:8])
-    raise ConfigError(f"{path}: no column of messages, or of prompts and completions, or no rows (columns: {names})")
+    raise NoLogError(f"{path}: no column of messages, or of prompts and completions, or no rows (columns: {names})")
 
 
 def _without_none(value: Any) -> Any:
