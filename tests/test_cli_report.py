@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hvd.cli.common import ModelOptions
 from hvd.cli.main import main
+from hvd.testing import FakeTarget
+from hvd.tokenizer import Tokenizer
+from support import make_llm
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 Run = Callable[..., tuple[int, str, str]]
@@ -65,3 +69,21 @@ def test_what_is_no_benchmark_is_refused(run: Run, small: Path, tmp_path: Path) 
     (tmp_path / "part.json").write_text(json.dumps({**content, "environment": {}}))
     refused(run(tmp_path / "part.json"), "part.json", "no complete file")
     assert not list(tmp_path.glob("*.html"))
+
+
+def test_a_benchmark_ends_with_its_page(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = make_llm(
+        FakeTarget(512, context_limit=512, order=1, seed=3), Tokenizer.from_directory(tiny_model("llama", vocab=512))
+    )
+    monkeypatch.setattr(ModelOptions, "open", lambda options, config=None: llm)
+    data, page = tmp_path / "data.jsonl", tmp_path / "page.html"
+    data.write_text(json.dumps({"id": "a/1", "dataset": "a", "category": "chat", "split": "test", "prompt": "abc"}))
+    wanted = ["bench", "--model", "fake", "--data", str(data), "--max-tokens", "24", "--html", str(page)]
+    assert main(wanted) == 0
+    assert "<h3>Over all sets</h3>" in page.read_text("utf-8")
+    capsys.readouterr()
+    assert main(wanted) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main([*wanted, "--overwrite", "--no-analysis"]) == 0

@@ -11,6 +11,7 @@ import click
 
 from hvd.cli.common import ModelOptions, check_policies, model_options, read_conversations
 from hvd.cli.console import note, progress_bar, stdout_console
+from hvd.cli.report import write_report
 from hvd.config import SamplingParams
 from hvd.errors import ConfigError, RequestError
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from hvd.bench.peers import PeerMethod
     from hvd.bench.runner import Runner
     from hvd.engine.llm import LLM
+    from hvd.models.target import TargetSpec
     from hvd.traces.prompts import Prompt
 
 DEFAULT_POLICIES = "plain,cache,match-len,hvd"
@@ -52,6 +54,7 @@ class BenchOptions:
     out: Path | None
     resume: bool
     overwrite: bool
+    html: Path | None
 
     def check(self) -> None:
         """Raises ConfigError for options that don't go together, before anything is read or loaded."""
@@ -65,6 +68,8 @@ class BenchOptions:
             raise ConfigError("--resume goes on with a file; name it with --json")
         if self.out is not None and self.out.exists() and not (self.resume or self.overwrite):
             raise ConfigError(f"{self.out} exists already; --resume goes on with it, --overwrite replaces it")
+        if self.html is not None and self.html.exists() and not (self.resume or self.overwrite):
+            raise ConfigError(f"{self.html} exists already; --overwrite replaces it")
 
 
 @click.command()
@@ -116,7 +121,10 @@ class BenchOptions:
     help="Write records, summary and analysis here, and keep it up to date.",
 )
 @click.option("--resume", is_flag=True, help="Go on with what --json OUT holds already.")
-@click.option("--overwrite", is_flag=True, help="Replace what --json OUT holds already.")
+@click.option("--overwrite", is_flag=True, help="Replace what --json OUT and --html OUT hold already.")
+@click.option(
+    "--html", metavar="OUT", type=click.Path(path_type=Path), help="Write a page of it all (see 'hvd report')."
+)
 @model_options
 def bench(options: ModelOptions, **given: Any) -> None:
     """Measure methods on sets of prompts and check every output.
@@ -135,15 +143,20 @@ def bench(options: ModelOptions, **given: Any) -> None:
     from hvd.bench.file import BenchFile
     from hvd.bench.peers import check_peers
     from hvd.bench.runner import Runner
+    from hvd.types import Arm
 
     what = BenchOptions(**{field.name: given[field.name] for field in fields(BenchOptions)})
     what.check()
     params = SamplingParams(max_tokens=what.max_tokens, temperature=what.temperature, seed=what.seed)
-    names, peer_names = _policies(what.policies, options.named_head is not None), _names(what.peers)
+    names, peer_names = _policies(what.policies), _names(what.peers)
     check_peers(peer_names)
     predictors = check_policies([name.partition("@")[0] for name in names], options.predictor)
     prompts, data = _prompts(what)
 
+    base = options.open()
+    head = Arm.EAGLE3 in base.drafters
+    if head and ALL in _names(what.policies) and "eagle3" not in names:
+        names.append("eagle3")
     settings = {
         "policies": names,
         "peers": peer_names,
@@ -154,7 +167,6 @@ def bench(options: ModelOptions, **given: Any) -> None:
         "predictors": list(options.predictor) or "shipped",
         "analysis": what.analysis,
     }
-    base = options.open()
     peers, missing = _peers(peer_names, base, options, params)
     runner = Runner(
         base,
@@ -167,12 +179,16 @@ def bench(options: ModelOptions, **given: Any) -> None:
         analyse=what.analysis,
     )
     took_part = {"methods": {peer.name: peer.how for peer in peers}, "missing": missing}
-    file = BenchFile(what.out, _model(base.target.spec, options), settings, data, peers=took_part, resume=what.resume)
+    file = BenchFile(
+        what.out, _model(base.target.spec, options, head), settings, data, peers=took_part, resume=what.resume
+    )
     try:
         _run(runner, prompts, file)
     finally:
         if file.records:
             file.write()
+            if what.html is not None:
+                write_report([file.content()], what.html)
         _report(file)
     if not file.records:
         raise RequestError("nothing was measured: no prompt could be run")
@@ -184,12 +200,11 @@ def _names(given: str) -> list[str]:
     return [name.strip() for name in given.split(",") if name.strip()]
 
 
-def _policies(given: str, head: bool) -> list[str]:
+def _policies(given: str) -> list[str]:
     names = _names(given)
     if not names:
         raise ConfigError("--policies names no policy; try plain,cache,match-len,hvd")
-    every = [*EVERY_POLICY, *(["eagle3"] if head else [])]
-    return list(dict.fromkeys(each for name in names for each in (every if name == ALL else [name])))
+    return list(dict.fromkeys(each for name in names for each in (EVERY_POLICY if name == ALL else [name])))
 
 
 def _prompts(what: BenchOptions) -> tuple[list[Prompt], dict[str, Any]]:
@@ -226,23 +241,27 @@ def _peers(
 ) -> tuple[list[PeerMethod], dict[str, str]]:
     """Peers that can take part; those that can't are named."""
     from hvd.bench.peers import PeerSetup, open_peers
+    from hvd.models.shipped import choose_head
+    from hvd.types import Arm
 
+    spec = base.target.spec
+    head = choose_head(options.eagle3, spec.fingerprint) if Arm.EAGLE3 in base.drafters else None
     stop = () if params.ignore_eos or base.tokenizer is None else tuple(base.tokenizer.eos_token_ids)
-    setup = PeerSetup(options.model, options.threads, stop, base.target.spec.context_limit, options.named_head)
+    setup = PeerSetup(options.model, options.threads, stop, spec.context_limit, None if head is None else str(head))
     peers, missing = open_peers(names, setup)
     for name, why in missing.items():
         note(f"MISSING PEER: {name}: {why}")
     return peers, missing
 
 
-def _model(spec: Any, options: ModelOptions) -> dict[str, object]:
+def _model(spec: TargetSpec, options: ModelOptions, head: bool) -> dict[str, object]:
     return {
         "name": spec.name,
         "fingerprint": spec.fingerprint,
         "family": spec.family,
         "backend": spec.backend,
         "weights": spec.weights,
-        "eagle3": options.eagle3,
+        "eagle3": options.eagle3 if head else None,
         "threads": options.threads,
     }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -29,23 +31,25 @@ def report(files: tuple[str, ...], html: Path | None, title: str, overwrite: boo
     out = html or Path(files[0]).with_suffix(".html")
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} exists already; --overwrite replaces it, --html names another")
-    write_report(files, out, title)
-
-
-def write_report(files: tuple[str, ...], out: Path, title: str = "") -> None:
-    """Read benchmark files and write their page. Raises ConfigError."""
     from hvd.bench.file import read_bench
-    from hvd.bench.matrix import matrix
-    from hvd.report.bench_page import bench_page
-    from hvd.report.page import write_page
 
     contents = [read_bench(file) for file in files]
     for file, content in zip(files, contents, strict=True):
         if not content["records"]:
             raise ConfigError(f"{file} holds no records; let 'hvd bench' measure at least one prompt")
     try:
-        text = bench_page(contents, matrix(contents), title)
+        write_report(contents, out, title)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{', '.join(files)}: no complete files of 'hvd bench --json' ({error!r})") from error
-    write_page(out, text)
+
+
+def write_report(contents: Sequence[Mapping[str, Any]], out: Path, title: str = "") -> None:
+    """Write the page of benchmark files as `read_bench` gives them. ConfigError when the disk refuses."""
+    from hvd.bench.matrix import matrix
+    from hvd.report.bench_page import bench_page
+    from hvd.report.page import write_page
+
+    write_page(out, bench_page(contents, matrix(contents), title))
     note(f"wrote {out}")
