@@ -19,7 +19,8 @@ from hvd.cli.main import main
 from hvd.engine.llm import LLM
 from hvd.testing import FakeTarget
 from hvd.tokenizer import Tokenizer
-from support import make_llm
+from hvd.types import Arm
+from support import OracleDrafter, make_llm
 
 V = 512
 Bench = Callable[..., tuple[int, str]]
@@ -62,7 +63,19 @@ def test_every_policy_by_one_word(bench: Bench, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     code, said = bench("--data", str(tmp_path / "chat.jsonl"), "--limit", "1", "--policies", "all", "--json", str(out))
     assert code == 0, said
-    assert [record["policy"] for record in read_bench(out)["records"]] == list(EVERY_POLICY)
+    written = read_bench(out)
+    assert [record["policy"] for record in written["records"]] == list(EVERY_POLICY)
+    assert written["model"]["eagle3"] is None
+
+
+def test_with_a_head_the_head_alone_is_one_of_all(bench: Bench, base: LLM, tmp_path: Path) -> None:
+    base.drafters[Arm.EAGLE3] = OracleDrafter({}, V)
+    out = tmp_path / "out.json"
+    code, said = bench("--data", str(tmp_path / "chat.jsonl"), "--limit", "1", "--policies", "all", "--json", str(out))
+    assert code == 0, said
+    written = read_bench(out)
+    assert [record["policy"] for record in written["records"]] == [*EVERY_POLICY, "eagle3"]
+    assert written["model"]["eagle3"] == "auto"
 
 
 def test_without_a_network_the_papers_sets_have_stand_ins_in_one_line(

@@ -34,11 +34,6 @@ class ModelOptions:
     predictor: tuple[str, ...] = ()
     cost: str | None = None
 
-    @property
-    def named_head(self) -> str | None:
-        """The EAGLE3 head that was named: neither whatever ships nor none."""
-        return None if self.eagle3 in ("auto", "none") else self.eagle3
-
     def open(self, config: EngineConfig | None = None) -> LLM:
         """Load the model (and convert it the first time), with progress on stderr."""
         from hvd.engine.llm import LLM
