@@ -217,3 +217,19 @@ def test_the_command_names_a_missing_peer_and_goes_on(
     assert "can't be imported" in written["peers"]["missing"]["vllm"]
     assert written["records"]
     assert main([*given, "--overwrite", "--peers", "sglang"]) == 2
+
+
+@pytest.mark.model
+def test_llama_cpp_decodes_a_real_model_both_ways(smollm2: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    llm = LLM(smollm2, threads=1, predictor="none", eagle3=None)
+    ids = llm.chat_prompt([{"role": "user", "content": "Say: one two three one two three"}])
+    stop = tuple(llm.tokenizer.eos_token_ids) if llm.tokenizer is not None else ()
+    methods, missing = open_peers(["llama.cpp"], PeerSetup(str(smollm2), 1, stop, llm.target.spec.context_limit))
+    assert not missing
+    for method in methods:
+        answer = method.decode(ids, 12)
+        assert 1 < len(answer.tokens) <= 12
+        assert answer.decoded == len(answer.tokens) - 1
+        assert 0 < answer.decode_seconds < answer.wall_seconds
+        assert (answer.finish_reason == "stop") is (answer.tokens[-1] in stop)

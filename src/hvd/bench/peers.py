@@ -29,6 +29,7 @@ class PeerSetup:
     stop_ids    ids that end an answer
     context     tokens that the model's context holds
     eagle3      EAGLE3 head, for peers that take one
+    device      "cpu", "cuda", "cuda:1", or "auto" = a GPU where there is one. (vLLM runs where it was built for.)
     """
 
     model: str
@@ -36,6 +37,7 @@ class PeerSetup:
     stop_ids: tuple[int, ...]
     context: int
     eagle3: str | None = None
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ class LlamaCpp(PeerMethod):
             n_ctx=self._room,
             n_threads=threads,
             n_threads_batch=threads,
+            n_gpu_layers=0 if self._setup.device == "cpu" else -1,
             draft_model=LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS) if lookup else None,
             verbose=False,
         )

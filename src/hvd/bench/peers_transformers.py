@@ -33,7 +33,9 @@ def open_methods(setup: PeerSetup, wanted: Sequence[str]) -> tuple[list[PeerMeth
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(where, dtype="auto", **gguf)
     except Exception as error:  # whatever it can't load, it is missing, and the run goes on
         raise MissingPeerError(f"transformers can't load {setup.model} ({_line(error)})") from error
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = setup.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16).eval()
     model.generation_config = transformers.GenerationConfig()  # a checkpoint's own may ask for sampling or penalties
     return [Transformers(name, model, setup) for name in wanted], {}

@@ -247,7 +247,14 @@ def _peers(
     spec = base.target.spec
     head = choose_head(options.eagle3, spec.fingerprint) if Arm.EAGLE3 in base.drafters else None
     stop = () if params.ignore_eos or base.tokenizer is None else tuple(base.tokenizer.eos_token_ids)
-    setup = PeerSetup(options.model, options.threads, stop, spec.context_limit, None if head is None else str(head))
+    setup = PeerSetup(
+        options.model,
+        options.threads,
+        stop,
+        spec.context_limit,
+        eagle3=None if head is None else str(head),
+        device=options.device if spec.backend == "torch" else "cpu",
+    )
     peers, missing = open_peers(names, setup)
     for name, why in missing.items():
         note(f"MISSING PEER: {name}: {why}")
