@@ -18,7 +18,7 @@ from hvd.testing import FakeTarget
 from hvd.tokenizer import Tokenizer
 from support import OracleDrafter, make_llm, plain
 from test_report_bench import measure, page_of
-from test_report_explain import still_cost, worst_case
+from test_report_explain import PROMPT, still_cost, with_head, worst_case
 
 V = 512
 PARAMS = SamplingParams(max_tokens=150)
@@ -223,6 +223,23 @@ def test_explain_can_be_read(browser: Browser, explained: Path, dark: bool) -> N
         browser.run(f"pin({index}, false)")
         worst = browser.run(CONTRAST)
         assert worst["ratio"] >= 4.5, worst
+
+
+def test_a_tree_is_shown_level_by_level(browser: Browser, tmp_path: Path) -> None:
+    request = explain_live(with_head(tree=True), PROMPT, SamplingParams(max_tokens=60), "eagle3")
+    path = tmp_path / "tree.html"
+    path.write_text(explain_page(request, "tree"), "utf-8")
+    browser.open(path)
+    index = next(i for i, c in enumerate(request.cycles) if c.draft is not None and c.record.accepted > 2)
+    browser.run(f"pin({index}, false)")
+    cycle = request.cycles[index]
+    assert cycle.draft is not None
+    assert not cycle.draft.is_chain
+    count = "document.querySelectorAll('#panel .t{}').length"
+    assert browser.run(count.format(".eagle3")) == len(cycle.draft)
+    assert browser.run(count.format(".yes")) == cycle.record.accepted
+    assert browser.run("document.querySelectorAll('#panel .draft').length") == (len(cycle.draft) + 1) // 2
+    sound(browser)
 
 
 def test_a_long_answer_can_be_used(browser: Browser, tmp_path: Path) -> None:
