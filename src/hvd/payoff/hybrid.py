@@ -195,7 +195,8 @@ def _plain(offers: Sequence[_Offer]) -> Choice:
 
 def _drafted(offer: _Offer, index: int) -> Choice:
     gain = float(offer.gains[index])
-    reason = f"{offer.arm} {index + 1} of {len(offer.gains)}: {gain:.1f} expected"
+    of = len(offer.gains) if offer.draft is None else len(offer.draft)
+    reason = f"{offer.arm} {index + 1} of {of}: {gain:.1f} expected"
     return Choice(offer.arm, index + 1, gain, reason, offer.draft)
 
 
