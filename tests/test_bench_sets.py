@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -329,3 +330,48 @@ def test_local_sets_go_by_their_files_names(tmp_path: Path) -> None:
         local_sets(tmp_path, ["c"], None, None, pytest.fail)
     with pytest.raises(ConfigError, match="no prompt files"):
         local_sets(tmp_path / "nowhere", [], None, None, pytest.fail)
+
+
+# -- the hub's own client ---------------------------------------------------------------------------------------------
+
+
+def test_files_come_by_the_hubs_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    path = tmp_path / "train-0.parquet"
+    pq.write_table(pa.Table.from_pylist([{"instruction": "Say hi", "input": ""}]), path)
+
+    class Api:
+        def dataset_info(self, repo: str, revision: str, timeout: float) -> Any:
+            name = "README.md" if revision == "main" else "default/train/0000.parquet"
+            return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name)])
+
+    def download(repo: str, name: str, *, repo_type: str, revision: str) -> str:
+        asked.append((repo, name, repo_type, revision))
+        return str(path)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    [prompt] = PAPER_SETS["alpaca"].prompts(Hub(), pytest.fail)
+    assert prompt.turns[0].messages[0]["content"] == "Say hi"
+    assert asked == [("tatsu-lab/alpaca", "default/train/0000.parquet", "dataset", "refs/convert/parquet")]
+
+
+def test_an_answer_that_says_no_is_not_a_missing_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    class GoneError(HfHubHTTPError):
+        def __init__(self) -> None:
+            Exception.__init__(self, "404 Client Error\nmore")
+
+    errors: list[BaseException] = [GoneError(), GoneError(), HfHubHTTPError.__bases__[0]("no route")]
+
+    class Api:
+        def dataset_info(self, repo: str, revision: str, timeout: float) -> Any:
+            raise errors.pop(0)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    hub = Hub()
+    for says in ("404 Client Error", "404 Client Error", "no route", "no route"):
+        with pytest.raises(UnreachableError, match=says):
+            next(hub.rows("tatsu-lab/alpaca", ["*.parquet"]))
+    assert not errors
