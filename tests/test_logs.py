@@ -12,9 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hvd.errors import ConfigError
 from hvd.traces.logs import LogReader
+from hvd.traces.logs_chat import Conversations, form_of
 from hvd.traces.logs_record import Recorded, group_of_prompt, plain_message
 from hvd.traces.logs_sample import Reservoir
 from hvd.traces.logs_vllm import VLLMLog
@@ -282,6 +285,53 @@ def test_broken_lines_are_named_and_cost_themselves(tmp_path: Path) -> None:
     assert (tally.broken, tally.lines) == (5, 7)
     assert [fault.split(":")[1] for fault in tally.faults] == ["1", "3", "4", "6", "7"]
     assert not any("alien" in fault or "con" in fault.split(": ", 1)[1].split("(")[0] for fault in tally.faults)
+
+
+KEYS = [
+    "messages", "conversations", "role", "from", "content", "value", "request", "response", "choices", "message",
+    "prompt", "completion", "input", "output", "body", "tool_calls", "function", "name", "arguments", "type", "text",
+    "id", "instruction", "finish_reason", "dataset", "reasoning_content",
+]  # fmt: skip
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2)
+    | st.floats(allow_nan=False)
+    | st.sampled_from(
+        [
+            "",
+            "user",
+            "assistant",
+            "tool",
+            "text",
+            "function_call",
+            "tool_use",
+            "hello",
+            '{"messages": []}',
+            "[{}]",
+            "\ud83d",
+        ]
+    )
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5))
+def test_whatever_a_record_holds_it_is_answers_or_a_fault(record: dict[str, Any]) -> None:
+    form_of(record)
+    for form in ("chat", "requests", "completions"):
+        try:
+            for answer in Conversations().answers(record, "f:1", "d", form):
+                assert answer.answer
+                assert answer.messages or answer.prompt
+                answer.answer.encode()  # no lone surrogates
+        except ValueError:
+            pass
 
 
 def test_only_the_first_faults_are_named(tmp_path: Path) -> None:
