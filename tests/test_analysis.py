@@ -216,7 +216,7 @@ def test_a_verbatim_copy_is_found_and_counted(source: str, tmp_path: Path) -> No
     assert next(iter(found.sources)) == Source.USER.value
     assert found.policy("hvd").speedup_micro > 2.0
     assert [gain.source for gain in found.gains] == [f"{tmp_path}/l.jsonl:1#turn0"]
-    assert found.gains[0].tokens == found.tokens
+    assert (found.gains[0].tokens, found.gains[0].copied) == (found.tokens, Source.USER.value)
 
 
 def test_copies_from_other_requests_answers(source: str, tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def _result(
 
 def _notes(reader: LogReader, encoder: Encoder, study: Study) -> Iterator[str]:
     """What readers should know of these figures, one line each."""
-    yield from (f"{why}; file left out" for why in reader.skipped[:_NAMED])
+    yield from (f"{why.split('; known')[0]}; file left out" for why in reader.skipped[:_NAMED])
     if len(reader.skipped) > _NAMED:
         yield f"{len(reader.skipped)} files in all left out"
     broken, unanswered, repeats = (

@@ -29,6 +29,7 @@ class Gain:
     source            file:line and turn, or a trace's id
     plain, seconds    by the cost model, without and with drafts
     share             of its tokens from cache drafts
+    copied            where most of what can be copied stood before; None when nothing can
     text              how the answer begins
     """
 
@@ -37,6 +38,7 @@ class Gain:
     plain: float
     seconds: float
     share: float
+    copied: str | None
     text: str
 
     @property
@@ -86,8 +88,11 @@ class Study:
         self.answers += 1
         self.tokens += len(walk)
         self.prompt_tokens += len(walk.trace.prompt)
-        each = {name: self._play(name, policy, asked, walk) for name, policy in self._policies.items()}
-        each[ORACLE] = Totals()
+        each = {name: Totals() for name in self.sums}
+        for name, policy in self._policies.items():
+            if name != CACHE:
+                play(walk, policy, self._cost, self._head, each[name])
+        copied = self._play_cache(asked, walk, each[CACHE])
         oracle(walk, self._cost, self._head, each[ORACLE])
         group = self.groups.setdefault(walk.trace.group, GroupSums())
         group.tokens += len(walk)
@@ -96,35 +101,33 @@ class Study:
             group.seconds[name] = group.seconds.get(name, 0.0) + totals.seconds
         if len(walk) < len(asked.trace.response):
             self.cut[id(asked)] = {name: totals.seconds for name, totals in each.items()}
-        self._note_gain(asked, each)
+        self.sources.update(copied)
+        self._note_gain(asked, each, copied)
 
     @property
     def gains(self) -> list[Gain]:
         """Largest saving first."""
         return [gain for _, _, gain in sorted(self._gains, reverse=True, key=lambda entry: entry[:2])]
 
-    def _play(self, name: str, policy: Policy, asked: Asked, walk: Walk) -> Totals:
-        totals = Totals()
-        if name != CACHE:
-            play(walk, policy, self._cost, self._head, totals)
-            return totals
-        finder = CopyFinder(asked)
-        for cycle in cycles(walk, policy, self._cost, self._head):
+    def _play_cache(self, asked: Asked, walk: Walk, totals: Totals) -> Counter[Source]:
+        """The policy that verifies every draft: payoffs, and the tokens taken from each source."""
+        finder, copied = CopyFinder(asked), Counter[Source]()
+        for cycle in cycles(walk, self._policies[CACHE], self._cost, self._head):
             totals.count(cycle.choice, cycle.accepted, cycle_seconds(self._cost, cycle.choice, cycle.situation))
             draft = cycle.situation.cache
             if draft is None:
                 self.bare += 1
                 continue
-            payoff = int(walk.payoffs[cycle.position])
-            self.payoffs[_bin(payoff)] += 1
+            self.payoffs[_bin(int(walk.payoffs[cycle.position]))] += 1
             if cycle.accepted:
-                self.sources[finder.source(cycle.position, draft, cycle.accepted)] += cycle.accepted
-        return totals
+                copied[finder.source(cycle.position, draft, cycle.accepted)] += cycle.accepted
+        return copied
 
-    def _note_gain(self, asked: Asked, each: Mapping[str, Totals]) -> None:
+    def _note_gain(self, asked: Asked, each: Mapping[str, Totals], copied: Counter[Source]) -> None:
         mine, plain = each[self._best], each[PLAIN]
         cached = mine.arms[Arm.CACHE].accepted if Arm.CACHE in mine.arms else 0
-        gain = Gain(asked.source, mine.tokens, plain.seconds, mine.seconds, cached / mine.tokens, asked.text)
+        most = str(copied.most_common(1)[0][0]) if copied else None
+        gain = Gain(asked.source, mine.tokens, plain.seconds, mine.seconds, cached / mine.tokens, most, asked.text)
         entry = (plain.seconds - mine.seconds, -self.answers, gain)
         (heapq.heappush if len(self._gains) < MOST_GAINS else heapq.heappushpop)(self._gains, entry)
 

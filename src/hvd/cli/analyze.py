@@ -142,7 +142,7 @@ def _print(found: Analysis, show_text: bool, train: Path | None) -> None:
 def _head_lines(found: Analysis) -> Iterator[str]:
     from hvd.analysis.study import counted
 
-    files = found.files
+    files = sorted(found.files, key=lambda tally: -tally.answers)
     for tally in files[:_FILES]:
         within = counted(tally.lines, _unit(tally))
         yield f"{tally.path}: {tally.format}, {counted(tally.answers, 'answer')} in {within}"
@@ -221,10 +221,11 @@ def _gains(found: Analysis, show_text: bool) -> Iterator[str]:
     if best:
         yield "Most time is saved on:"
     for gain in best:
+        most = f", most of it from {gain.copied}" if gain.copied else ""
         text = f"  {gain.text[:60]!r}" if show_text and gain.text else ""
         yield (
             f"  {gain.source}: {gain.tokens} tokens, {gain.speedup:.2f}x, saves {gain.plain - gain.seconds:.2f} s, "
-            f"{gain.share:.0%} from the cache{text}"
+            f"{gain.share:.0%} from the cache{most}{text}"
         )
 
 
