@@ -77,6 +77,7 @@ def test_replayed_states_are_those_that_the_engines_met(base: LLM) -> None:
         payoff, cycles = group["payoff"][policy], sum(r.cycles for r in outcome.records if r.policy == policy)
         assert payoff["states"] + payoff["bare"] + payoff["censored"] == cycles
         assert sum(payoff["histogram"]) == payoff["states"] > 0
+        assert payoff["unlike"] == 0
     offline = group["payoff"][OFFLINE]
     assert offline["states"] + offline["bare"] + offline["censored"] == group["tokens"] == 180
     live = [r for r in outcome.records if r.policy == "cache"]

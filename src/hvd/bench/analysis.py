@@ -66,6 +66,7 @@ def _payoff(of: Tree) -> dict[str, Any]:
         "states": of["states"],
         "bare": of["bare"],
         "censored": of["censored"],
+        "unlike": of["unlike"],
         "mean": _share(of["paid"], of["states"]),
         "mean_length": _share(of["drafted"], of["states"]),
         "paying": _share(paying, of["states"]),

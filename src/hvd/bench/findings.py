@@ -41,9 +41,12 @@ ASKED = "hvd"
 class Analyst:
     """Keeps what outlives a prompt: a suffix cache in step with the engines', policies that learn as theirs do."""
 
-    def __init__(self, base: LLM, policies: Sequence[str], predictors: Sequence[Predictor], scope: str) -> None:
-        """`policies`: the names that are measured. `scope`: as in `hvd.bench.runner.SCOPES`."""
-        self._base, self._policies, self._predictors, self._scope = base, policies, predictors, scope
+    def __init__(
+        self, base: LLM, policies: Sequence[str], predictors: Sequence[Predictor], scope: str, max_tokens: int | None
+    ) -> None:
+        """`policies`: the names that are measured. `scope`: as in `hvd.bench.runner.SCOPES`. `max_tokens`: as asked."""
+        self._base = base
+        self._scope, self._max_tokens = scope, max_tokens
         fingerprint = base.tokenizer.fingerprint if base.tokenizer is not None else ""
         suffix = replace(base.config.suffix, shared=scope != "none")
         self._drafter = SuffixDrafter(suffix, base.target.spec.vocab_size, fingerprint)
@@ -88,6 +91,7 @@ class Analyst:
 
     def _walk(self, id_: str, prompt: Prompt, plain: Completion) -> Walk:
         room = self._base.target.spec.context_limit - len(plain.prompt_token_ids)
+        limit = room if self._max_tokens is None else min(room, self._max_tokens)
         trace = Trace(
             id=id_,
             prompt=np.asarray(plain.prompt_token_ids, np.int32),
@@ -95,7 +99,7 @@ class Analyst:
             token_classes=self._classes,
             finish_reason=plain.finish_reason,
             dataset=prompt.dataset if self._scope == "dataset" else "",
-            sampling=json.dumps({"max_tokens": room}),
+            sampling=json.dumps({"max_tokens": limit}),
         )
         self._key += 1
         return walk(trace, self._drafter, self._key, keep=self._scope != "none")
@@ -107,6 +111,8 @@ class Analyst:
         for state in states:
             if asked is not None:
                 asked.look(state)
+            if state.step is not None and state.step.offered != (0 if state.draft is None else len(state.draft)):
+                tally.unlike += 1
             if state.draft is None:
                 tally.bare += 1
             elif state.payoff is None:

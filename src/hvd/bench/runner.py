@@ -88,7 +88,7 @@ class Runner:
         }
         self._peers = {peer.name: peer for peer in peers}
         self._order = deque([*self._engines, *self._peers])
-        self._analyst = Analyst(base, list(names), predictors, scope) if analyse else None
+        self._analyst = Analyst(base, list(names), predictors, scope, params.max_tokens) if analyse else None
 
     @property
     def policies(self) -> list[str]:

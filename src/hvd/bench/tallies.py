@@ -52,6 +52,7 @@ class PayoffTally:
 
     bare       no draft on offer        censored   the answer was cut off within the draft: payoff unknown
     states     all others; `paid` and `drafted` are sums of their payoffs and lengths
+    unlike     live states at which the replay's draft is not as long as the engine's was: 0, or the replay is wrong
     """
 
     bare: int = 0
@@ -59,6 +60,7 @@ class PayoffTally:
     states: int = 0
     paid: int = 0
     drafted: int = 0
+    unlike: int = 0
     histogram: list[int] = field(default_factory=lambda: [0] * len(PAYOFF_EDGES))
 
     def count(self, draft: Draft, payoff: int) -> None:
@@ -76,6 +78,7 @@ class PayoffTally:
             "states": self.states,
             "paid": self.paid,
             "drafted": self.drafted,
+            "unlike": self.unlike,
             "histogram": self.histogram,
         }
 
