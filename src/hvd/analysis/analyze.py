@@ -34,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 """(what, done, total)"""
 
 RULES = ("match-len:4", "match-len:5", "score:3")
-"""Other systems' rules: TensorRT-LLM, SAM-Decoding, ArcticInference (METHOD of docs/predictors.md)."""
+"""Other systems' rules: TensorRT-LLM, SAM-Decoding, ArcticInference."""
 HVD = "hvd"
 CHARS_PER_TOKEN = 4
 PROMPT_SHARE = 100

@@ -20,7 +20,6 @@ class Histogram:
 
     edges    each bin goes from its edge up to the next one
     drafts   in each bin; `bare` positions had no draft
-    paying   share of drafts with at least 6 accepted tokens; NaN without drafts
     """
 
     edges: tuple[int, ...]
@@ -29,7 +28,7 @@ class Histogram:
 
     @property
     def paying(self) -> float:
-        """Share of drafts with at least 6 accepted tokens."""
+        """Share of drafts with at least 6 accepted tokens; NaN without drafts."""
         return sum(self.drafts[EDGES.index(6) :]) / sum(self.drafts) if sum(self.drafts) else float("nan")
 
 
