@@ -30,7 +30,7 @@ KINDS = ("survival", "scalar")
 
 SCALAR = FitOptions(hidden=(256, 256))
 """As published: METHOD.md, "Settings"."""
-SURVIVAL = FitOptions(hidden=(32, 32), epochs=12, batch=1024, learning_rate=2e-3, decay=True)
+SURVIVAL = FitOptions(hidden=(64, 64), epochs=12, batch=1024, learning_rate=2e-3, decay=True)
 
 _CHUNK = 16_384
 
