@@ -63,8 +63,8 @@ class Draft:
     counts          int32 [n]    suffix cache: occurrences of the path down to this node; zeros for other drafters
     parent_counts   int32 [n]    suffix cache: occurrences of the path down to the parent; zeros for other drafters
     local           suffix cache: True when the request's own trie won, False for the shared one
-    age, origin     suffix cache, of a draft that resumes a copy which the text has left: tokens committed since, and the
-                    match length there; 0 for a draft behind a match
+    age, origin     suffix cache, of a draft that resumes a copy which the text has left: tokens committed since, and
+                    the match length there; 0 for a draft behind a match
     """
 
     tokens: Int32Array
