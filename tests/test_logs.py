@@ -246,6 +246,20 @@ def test_a_torn_vllm_entry_costs_itself(tmp_path: Path) -> None:
     assert reader.tallies[0].faults[0].startswith(f"{tmp_path / 'v.log'}:3: ")
 
 
+def test_a_deeply_nested_line_costs_itself(tmp_path: Path) -> None:
+    deep = '{"a":' * 100_000 + "1" + "}" * 100_000
+    answers, _ = read(write(tmp_path / "v.log", [OLD, deep, DONE + "stop"]))
+    assert len(answers) == 1
+
+
+@pytest.mark.parametrize("number", [2**31, 2**31 + 5, 2**63, 10**400])
+def test_a_token_id_that_is_too_large_is_a_broken_line(tmp_path: Path, number: int) -> None:
+    line = f"{DONE}stop".replace("output_token_ids: [", f"output_token_ids: [{number}, ")
+    assert str(number) in line
+    answers, reader = read(write(tmp_path / "v.log", [OLD, line]))
+    assert (answers, reader.tallies[0].broken) == ([], 1)
+
+
 def test_open_requests_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvd.traces.logs_vllm._PENDING_CHARS", 3 * len(PROMPT))
     log = VLLMLog("d")
@@ -421,6 +435,19 @@ def test_our_traces_are_read_and_not_taken_for_a_data_set(tmp_path: Path) -> Non
     assert reader.tallies[0].format == "traces"
     with pytest.raises(ConfigError, match="holds traces"):
         read(str(tmp_path / "t"), form="chat")
+
+
+@pytest.mark.parametrize("sampling", ["{", "[]", "", '{"a":' * 100_000 + "1" + "}" * 100_000])
+def test_an_odd_trace_costs_itself(tmp_path: Path, sampling: str) -> None:
+    classes = np.zeros(8, np.uint8)
+    ids = np.array([3, 4], np.int32)
+    with TraceWriter(tmp_path / "t", classes) as writer:
+        for name, said in (("good", "{}"), ("odd", sampling)):
+            writer.add(Trace(name, ids, ids, classes, sampling=said))
+    reader = LogReader([str(tmp_path / "t")])
+    assert [trace.id for trace in reader if isinstance(trace, Trace)] == ["good"]
+    assert (reader.tallies[0].broken, reader.tallies[0].answers) == (1, 1)
+    assert "trace odd: its sampling parameters" in reader.tallies[0].faults[0]
 
 
 # -- sampling -------------------------------------------------------------------------------------------------------

@@ -208,8 +208,14 @@ def test_room_bounds_drafts_by_the_token_limit() -> None:
     assert walked.drafts[2] is None
 
 
-def test_broken_sampling_parameters_are_named() -> None:
-    trace = make_trace([1], [5, 6], sampling="[]")
+def test_a_huge_token_limit_is_no_limit() -> None:
+    [walked] = walks([make_trace([5, 6, 5], [6, 5, 6], sampling=json.dumps({"max_tokens": 10**400}))])
+    assert len(list(cycles(walked, make_policy("cache"), steep_cost()))) > 0
+
+
+@pytest.mark.parametrize("sampling", ["[]", "{", "[" * 100_000])
+def test_broken_sampling_parameters_are_named(sampling: str) -> None:
+    trace = make_trace([1], [5, 6], sampling=sampling)
     with pytest.raises(TraceError, match="trace a: its sampling parameters are not a JSON object"):
         list(cycles(offers(trace, {}), make_policy("plain"), steep_cost()))
 

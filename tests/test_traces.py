@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -200,6 +201,28 @@ def test_a_corrupt_part_is_named_and_skipped(tmp_path: Path, damage: str) -> Non
     assert all("\n" not in line for line in lines)
     with pytest.raises(TraceError, match=victim.name):
         list(read_traces(tmp_path / "t", strict=True))
+
+
+@pytest.mark.parametrize("sampling", ["{", "[]", None, "[" * 100_000])
+def test_a_trace_with_odd_sampling_parameters_is_named_and_skipped(tmp_path: Path, sampling: str) -> None:
+    odd = dataclasses.replace(make_trace("odd"), sampling=sampling)
+    pq.write_table(to_table([make_trace("a"), odd, make_trace("b")], CLASSES), tmp_path / "t.parquet")
+    lines: list[str] = []
+    assert [t.id for t in read_traces(tmp_path / "t.parquet", warn=lines.append)] == ["a", "b"]
+    assert len(lines) == 1
+    assert "trace odd: its sampling parameters are not a JSON object; skipped" in lines[0]
+    with pytest.raises(TraceError, match="trace odd"):
+        list(read_traces(tmp_path / "t.parquet", strict=True))
+
+
+def test_a_part_with_a_missing_list_of_tokens_is_skipped(tmp_path: Path) -> None:
+    table = to_table([make_trace("a")], CLASSES)
+    at = table.column_names.index("prompt")
+    broken = table.set_column(at, table.schema.field(at), pa.array([None], table.schema.field(at).type))
+    pq.write_table(broken, tmp_path / "t.parquet")
+    lines: list[str] = []
+    assert list(read_traces(tmp_path / "t.parquet", warn=lines.append)) == []
+    assert "without tokens" in lines[0]
 
 
 def test_a_foreign_schema_is_refused(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def _head(acceptance: float | None, length: int) -> SimulatedHead | None:
 def _say_faults(files: Iterable[FileTally]) -> None:
     for tally in files:
         for fault in tally.faults:
-            note(f"{fault}; line skipped")
+            note(f"{fault}; skipped")
         if tally.broken > len(tally.faults):
             note(f"{tally.path}: {tally.broken} broken lines in all")
 

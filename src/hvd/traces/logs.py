@@ -32,7 +32,7 @@ from hvd.errors import ConfigError, TraceError
 from hvd.traces.logs_chat import FORMS, Conversations, NoAnswerError, form_of
 from hvd.traces.logs_record import Recorded
 from hvd.traces.logs_vllm import ABOUT, VLLM, VLLMLog, looks_like_vllm
-from hvd.traces.reader import read_traces
+from hvd.traces.reader import SKIPPED, read_traces
 from hvd.traces.schema import VERSION_KEY, Trace
 
 TRACES = "traces"
@@ -83,10 +83,10 @@ class FileTally:
     faults: list[str] = field(default_factory=list)
 
     def fault(self, line: int, why: str) -> None:
-        """Count a broken line."""
+        """Count a broken line; 0 where `why` says itself what is broken."""
         self.broken += 1
         if len(self.faults) < NAMED:
-            self.faults.append(f"{self.path}:{line}: {why}")
+            self.faults.append(f"{self.path}:{line}: {why}" if line else why)
 
 
 class LogReader:
@@ -197,8 +197,12 @@ class LogReader:
             raise NoLogError(f"{path}: a Parquet file that can't be read ({str(error).splitlines()[0]})") from error
 
     def _traces(self, path: str, tally: FileTally) -> Iterator[Trace]:
+        def skipped(line: str) -> None:
+            if line.endswith(SKIPPED):  # else a sum of those that came before
+                tally.fault(0, line.removesuffix(SKIPPED))
+
         try:
-            for trace in read_traces(path, warn=lambda line: tally.fault(0, line)):
+            for trace in read_traces(path, warn=skipped):
                 tally.lines += 1
                 tally.answers += len(trace.response) > 0
                 yield trace

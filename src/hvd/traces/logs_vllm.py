@@ -40,6 +40,7 @@ _OUTPUT = re.compile(
 )
 _BEGUN = re.compile(r"Received request \S+:|Request \S+ details:|Generated response \S+")
 
+_LARGEST = np.iinfo(np.int32).max
 _PENDING_CHARS = 64 * 1024 * 1024
 """Prompts remembered for responses to come: the oldest are forgotten."""
 
@@ -144,7 +145,7 @@ def _unwrapped(line: str) -> str:
     """The line within a line of a container's JSON log."""
     try:
         inner = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: nested too deeply
         return line
     entry = inner.get("log", inner.get("message")) if isinstance(inner, dict) else None
     return entry if isinstance(entry, str) else line
@@ -163,6 +164,9 @@ def _numbers(text: str | None) -> Int32Array | None:
         return None
     inner = text[1:-1].strip().rstrip(",")
     try:
-        return np.array(inner.split(",") if inner else [], np.int64).astype(np.int32)
+        ids = np.array(inner.split(",") if inner else [], np.int64)
     except (ValueError, OverflowError) as error:
         raise ValueError("token ids that are no numbers") from error
+    if len(ids) and ids.max() > _LARGEST:
+        raise ValueError(f"a token id above {_LARGEST}")
+    return ids.astype(np.int32)

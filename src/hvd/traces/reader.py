@@ -17,6 +17,9 @@ from hvd.traces.schema import Trace, classes_of, from_table
 
 log = logging.getLogger(__name__)
 
+SKIPPED = "; skipped"
+"""How each warning about a part or a trace ends."""
+
 PathLike = str | os.PathLike[str]
 
 
@@ -29,8 +32,8 @@ def read_traces(
     """The traces of files, directories (their `*.parquet`, in order of name) or glob patterns, part by part.
 
     A corrupt part is skipped whole: `warn` gets one line that names it, and at the end one with the count;
-    when `strict`, it raises TraceError instead. TraceError in any case for a path that names nothing and for
-    a file of another schema version.
+    when `strict`, it raises TraceError instead. A trace whose sampling parameters can't be read is skipped alone,
+    named likewise. TraceError in any case for a path that names nothing and for a file of another schema version.
     """
     files, bad = trace_files(paths), 0
     for file in files:
@@ -40,12 +43,25 @@ def read_traces(
             line = f"trace part {file} is corrupt: {_first_line(error)}"
             if strict:
                 raise TraceError(line) from error
-            warn(f"{line}; skipped")
+            warn(line + SKIPPED)
             bad += 1
         else:
-            yield from traces
+            yield from _sound(traces, file, strict, warn)
     if bad:
         warn(f"{bad} of {len(files)} trace parts skipped")
+
+
+def _sound(traces: Iterable[Trace], file: Path, strict: bool, warn: Callable[[str], None]) -> Iterator[Trace]:
+    """The traces that can be replayed."""
+    for trace in traces:
+        try:
+            trace.max_tokens  # noqa: B018 - reads the sampling parameters
+        except TraceError as error:
+            if strict:
+                raise
+            warn(f"{file}: {error}{SKIPPED}")
+        else:
+            yield trace
 
 
 def trace_files(paths: PathLike | Iterable[PathLike]) -> list[Path]:

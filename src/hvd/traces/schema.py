@@ -7,6 +7,7 @@ vocabulary stands once in the file's metadata, so that replay needs neither the 
 from __future__ import annotations
 
 import base64
+import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,6 +104,15 @@ class Trace:
         """Whether the response was cut off: a draft that fits up to its end might have fitted further."""
         return self.finish_reason is not FinishReason.STOP
 
+    @property
+    def max_tokens(self) -> int | None:
+        """The limit among the sampling parameters; None without one. TraceError when they are no JSON object."""
+        try:
+            limit = json.loads(self.sampling).get("max_tokens")
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise TraceError(f"trace {self.id}: its sampling parameters are not a JSON object") from error
+        return limit if isinstance(limit, int) else None
+
 
 def metadata(token_classes: NDArray[np.uint8]) -> dict[bytes, bytes]:
     """The file metadata: schema version and token classes (zlib, base64)."""
@@ -155,6 +165,8 @@ def _step_row(step: StepRecord) -> dict[str, Any]:
 
 def _token_lists(column: Any) -> list[Int32Array]:
     """A list<int32> column as one array a row, without a Python object for each token."""
+    if column.null_count:
+        raise ValueError(f"{column.null_count} rows without tokens")
     return [np.asarray(cell.values.to_numpy(zero_copy_only=False), np.int32) for cell in column]
 
 

@@ -7,7 +7,6 @@ through the walk as the engine goes through a request (hvd/engine/engine.py: pro
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from hvd.config import SuffixConfig
 from hvd.drafters.suffix import SuffixDrafter
-from hvd.errors import ConfigError, TraceError
+from hvd.errors import ConfigError
 from hvd.payoff.cost import CostModel
 from hvd.payoff.history import History
 from hvd.payoff.policy import Choice, Policy, Situation
@@ -219,9 +218,6 @@ def payoff_of(choice: Choice, cache: int, eagle3: int) -> int:
 
 
 def token_limit(trace: Trace) -> int:
-    """The trace's `max_tokens`, never less than its response has."""
-    try:
-        limit = json.loads(trace.sampling).get("max_tokens")
-    except (ValueError, AttributeError) as error:
-        raise TraceError(f"trace {trace.id}: its sampling parameters are not a JSON object") from error
-    return max(limit if isinstance(limit, int) else NO_LIMIT, len(trace.response))
+    """The trace's `max_tokens`, never less than its response has. TraceError when they can't be read."""
+    limit = trace.max_tokens
+    return max(NO_LIMIT if limit is None else min(limit, NO_LIMIT), len(trace.response))
