@@ -136,6 +136,10 @@ def test_what_cannot_be_done_is_one_clear_line(run: Run, source: str, tmp_path: 
     refused(run(good, "-t", source, "--eagle3-acceptance", "2"), "must be in [0, 1]")
     refused(run(good, "-t", source, "--train", "x.npz", "--no-train"), "exclude each other")
     refused(run(good, "-t", source, "--predictor", str(tmp_path / "none.npz")), "none.npz")
+    refused(run("", "-t", source), "an empty text names no logs")
+    refused(run(good, "-t", ""), "tokenizer's name is empty")
+    for seed in ("-5", str(2**31)):
+        refused(run(good, "-t", source, "--seed", seed), "--seed", "range")
     refused(run(), "LOGS")
 
 

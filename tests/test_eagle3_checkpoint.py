@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hvd.errors import CheckpointError, MissingExtraError, UnsupportedModelError
-from hvd.models.eagle3_checkpoint import HeadWeights, load_eagle3, stated_aux_layers
+from hvd.models.eagle3_checkpoint import HeadWeights, find_eagle3, load_eagle3, stated_aux_layers
 from hvd.models.rope import cos_sin
 from tiny_head import (
     LAYOUTS,
@@ -441,6 +441,11 @@ def test_a_config_nested_too_deep(tmp_path: Path) -> None:
 def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such directory, and not a hub id"):
         load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="an empty text"):
+        find_eagle3("")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="it is a file; give the directory"):
+        find_eagle3(tmp_path / "file")
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         load(tmp_path)
     (make_head(tmp_path) / "model.safetensors").unlink()

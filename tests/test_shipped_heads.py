@@ -58,6 +58,29 @@ def test_a_changed_or_missing_file_is_refused(root: tuple[Path, Path, str]) -> N
         choose_head(AUTO, fingerprint, folder)
 
 
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [[], "tiny", None, 3, {},
+     *({"folder": f, "files": {}} for f in (None, 3, "a\0b", "../x", "/tmp", ".", "..", "", "a/b")),
+     *({"folder": "tiny", "files": f} for f in (None, [], "x", 3, {}, {"config.json": []})), {"folder": "tiny"}],
+)  # fmt: skip
+def test_a_changed_index_is_refused_with_advice(root: tuple[Path, Path, str], entry: object) -> None:
+    folder, _, fingerprint = root
+    (folder / "index.json").write_text(json.dumps({fingerprint: entry}))
+    with pytest.raises(CheckpointError, match=r"was changed.*install hvd again.*--eagle3 none"):
+        choose_head(AUTO, fingerprint, folder)
+
+
+@pytest.mark.parametrize("text", [DEEP, "[]", "null", "{", "\0"])
+def test_an_index_that_is_none_is_refused_with_advice(root: tuple[Path, Path, str], text: str) -> None:
+    (root[0] / "index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"list of shipped heads.*install hvd again.*--eagle3 none"):
+        choose_head(AUTO, "any", root[0])
+
+
 def test_an_llm_takes_it_unasked_and_goes_without_when_told(
     root: tuple[Path, Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,8 @@ def test_paths_may_be_files_directories_and_globs(tmp_path: Path) -> None:
     assert [t.id for t in read_traces(str(tmp_path / "*"))] == ["a", "b"]
     with pytest.raises(TraceError, match=r"no trace files at .*nothing"):
         list(read_traces(tmp_path / "nothing"))
+    with pytest.raises(TraceError, match="an empty text"):
+        list(read_traces(""))
 
 
 def test_ctrl_c_writes_the_rest(tmp_path: Path) -> None:

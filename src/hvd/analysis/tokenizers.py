@@ -17,6 +17,8 @@ def load_tokenizer(source: str) -> Tokenizer:
 
     ModelError, in one line, when there is none.
     """
+    if not source.strip():
+        raise ModelError("the tokenizer's name is empty; give a directory, a .gguf file or a hub id")
     path = Path(source).expanduser()
     if path.is_dir():
         return Tokenizer.from_directory(path)

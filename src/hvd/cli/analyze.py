@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hvd.cli.common import SEED
 from hvd.cli.console import emit_json, note, progress_bar, stdout_console
 from hvd.errors import ConfigError
 
@@ -44,7 +45,7 @@ _BAR = 30
     "--max-tokens", type=click.IntRange(1), default=150_000,
     help="Analyse about so many answer tokens; of more, whole conversations are sampled.",
 )  # fmt: skip
-@click.option("--seed", type=int, default=0, help="Seed of the sample.")
+@click.option("--seed", type=SEED, default=0, help="Seed of the sample.")
 @click.option("--keep-loops", is_flag=True, help="Do not cut answers where they begin to loop.")
 @click.option(
     "--train", type=click.Path(path_type=Path), help="Write a predictor trained on the logs here, if it helps."

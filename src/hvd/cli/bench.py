@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hvd.cli.common import ModelOptions, check_policies, model_options, read_conversations
+from hvd.cli.common import SEED, ModelOptions, check_policies, model_options, read_conversations
 from hvd.cli.console import note, progress_bar, stdout_console
 from hvd.cli.report import write_report
 from hvd.config import SamplingParams
@@ -105,7 +105,7 @@ class BenchOptions:
 @click.option("--turns", type=click.IntRange(1), help="At most so many turns of each conversation.")
 @click.option("--max-tokens", type=int, default=256, help="Most tokens to generate for a turn.")
 @click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
-@click.option("--seed", type=int, default=0, help="Seed of sampling.")
+@click.option("--seed", type=SEED, default=0, help="Seed of sampling.")
 @click.option(
     "--scope",
     default="none",

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from hvd.payoff.predictor import Predictor
     from hvd.traces.prompts import Prompt
 
+SEED = click.IntRange(0, 2**31 - 1)
+"""Seeds of samples and of training, as an option's type."""
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 

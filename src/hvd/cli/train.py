@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hvd.cli.common import SEED
 from hvd.cli.console import emit_json, note, progress_bar, stdout_console
 from hvd.cli.train_eagle3 import eagle3
 
@@ -39,7 +40,7 @@ train.add_command(eagle3)
 )
 @click.option("--keep-loops", is_flag=True, help="Do not cut traces where they begin to loop.")
 @click.option("--max-states", type=click.IntRange(1), default=200_000, help="Bound on memory: states of each kind.")
-@click.option("--seed", type=int, default=0, help="Seed of initial weights and drawing.")
+@click.option("--seed", type=SEED, default=0, help="Seed of initial weights and drawing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def predictor(
     traces: tuple[str, ...],

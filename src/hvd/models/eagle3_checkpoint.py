@@ -52,9 +52,13 @@ class HeadWeights:
 
 def find_eagle3(source: str | Path) -> Path:
     """The directory of a head: `source` itself, or the download of a hub id. CheckpointError when there is none."""
+    if not str(source).strip():
+        raise CheckpointError("the EAGLE3 head is an empty text; give a directory, a hub id, 'auto' or 'none'")
     path = Path(source).expanduser()
     if path.is_dir():
         return path
+    if path.is_file():
+        raise CheckpointError(f"no EAGLE3 head at '{source}': it is a file; give the directory that holds the head")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
         raise CheckpointError(f"no EAGLE3 head at '{source}': no such directory, and not a hub id ('owner/name')")
     from huggingface_hub import snapshot_download

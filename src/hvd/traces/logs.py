@@ -221,6 +221,8 @@ def log_files(paths: Sequence[str]) -> list[str]:
     """The files that the arguments name. ConfigError for one that names none."""
     files: dict[str, None] = {}
     for path in paths:
+        if not path:
+            raise ConfigError("an empty text names no logs; give files, directories, or - for stdin")
         found = [path] if path == STDIN or Path(path).is_file() else _inside(Path(path))
         if not found:
             raise ConfigError(

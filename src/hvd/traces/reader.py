@@ -70,6 +70,10 @@ def trace_files(paths: PathLike | Iterable[PathLike]) -> list[Path]:
         paths = [paths]
     files: dict[Path, None] = {}
     for path in paths:
+        if path == "":
+            raise TraceError(
+                "an empty text names no traces; give a .parquet file, a directory of them or a glob pattern"
+            )
         found = _expand(Path(path))
         if not found:
             raise TraceError(f"no trace files at {path}; give a .parquet file, a directory of them or a glob pattern")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ NONE = "none"
 """Given in place of a head: no head."""
 
 ROOT = Path(__file__).parent
+_PLAIN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 FILES = ("model.safetensors", "config.json")
 
 
@@ -35,8 +37,8 @@ def choose_head(given: str | Path | None, fingerprint: str, root: Path = ROOT) -
         return None
     if given != AUTO:
         return given
-    entry = read_index(root).get(fingerprint)
-    return None if entry is None else _checked(root / entry["folder"], entry["files"])
+    index = read_index(root)
+    return _checked(*_entry(index[fingerprint], root)) if fingerprint in index else None
 
 
 def read_index(root: Path = ROOT) -> dict[str, Any]:
@@ -46,16 +48,24 @@ def read_index(root: Path = ROOT) -> dict[str, Any]:
         index = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"can't read the list of shipped heads, {path}: {error}; install hvd again") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"can't read the list of shipped heads, {path}: {error}; {_ADVICE}") from error
     if not isinstance(index, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object; install hvd again")
+        raise CheckpointError(f"the list of shipped heads, {path}, is no JSON object; {_ADVICE}")
     return index
 
 
 def digests(folder: Path) -> dict[str, str]:
     """BLAKE2b-256 of the files that matter, as the index has them."""
     return {name: hashlib.blake2b((folder / name).read_bytes(), digest_size=32).hexdigest() for name in FILES}
+
+
+def _entry(entry: object, root: Path) -> tuple[Path, Mapping[str, str]]:
+    """Folder and digests of an entry of the index. CheckpointError when it is not as `index.json` should have it."""
+    folder, files = (entry.get("folder"), entry.get("files")) if isinstance(entry, dict) else (None, None)
+    if not isinstance(folder, str) or not _PLAIN_NAME.fullmatch(folder) or not isinstance(files, dict):
+        raise CheckpointError(f"the list of shipped heads, {root / 'index.json'}, was changed; {_ADVICE}")
+    return root / folder, files
 
 
 def _checked(folder: Path, expected: Mapping[str, str]) -> Path:
