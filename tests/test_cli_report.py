@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hvd.bench.file import read_bench
 from hvd.cli.common import ModelOptions
 from hvd.cli.main import main
+from hvd.report.html import ticks_to
 from hvd.testing import FakeTarget
 from hvd.tokenizer import Tokenizer
 from support import make_llm
@@ -71,6 +73,32 @@ def test_what_is_no_benchmark_is_refused(run: Run, small: Path, tmp_path: Path) 
     assert not list(tmp_path.glob("*.html"))
 
 
+@pytest.mark.parametrize(
+    "text", ["Infinity", "NaN", "1e999", "9" * 400, "9" * 5000, "-Infinity", "[" * 100_000 + "]" * 100_000]
+)
+def test_a_hostile_number_is_one_clear_line(run: Run, small: Path, tmp_path: Path, text: str) -> None:
+    content = json.loads(small.read_text("utf-8"))
+    content["summary"]["rows"][0]["speedup_micro"] = "HERE"
+    (tmp_path / "odd.json").write_text(json.dumps(content).replace('"HERE"', text))
+    refused(run(tmp_path / "odd.json"), "odd.json", "no complete file")
+
+
+@pytest.mark.parametrize("name", ["records", "failed", "findings", "skipped"])
+@pytest.mark.parametrize("value", [None, 3, {}, "missing"])
+def test_a_list_that_is_missing_is_one_clear_line(
+    run: Run, small: Path, tmp_path: Path, name: str, value: object
+) -> None:
+    content = read_bench(small) | {name: value}
+    if value == "missing":
+        del content[name]
+    (tmp_path / "odd.json").write_text(json.dumps(content))
+    refused(run(tmp_path / "odd.json"), "odd.json", name)
+
+
+def test_an_axis_has_few_ticks_however_long_it_is() -> None:
+    assert all(3 <= len(ticks_to(most)) <= 9 for most in (0.5, 1.0, 3.0, 340.0, 1e6, 1e300))
+
+
 def test_a_benchmark_ends_with_its_page(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +111,8 @@ def test_a_benchmark_ends_with_its_page(
     wanted = ["bench", "--model", "fake", "--data", str(data), "--max-tokens", "24", "--html", str(page)]
     assert main(wanted) == 0
     assert "<h3>Over all sets</h3>" in page.read_text("utf-8")
+    assert "Only 1 prompt: too few to conclude anything from." in page.read_text("utf-8")
+    assert "over 1 set<" in page.read_text("utf-8") or "over 1 set," in page.read_text("utf-8")
     capsys.readouterr()
     assert main(wanted) == 2
     assert "exists already" in capsys.readouterr().err

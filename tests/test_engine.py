@@ -218,7 +218,7 @@ def test_bad_requests_are_refused_in_one_clear_line() -> None:
             llm.generate([prompt])
     with pytest.raises(ConfigError, match="match-len"):
         llm.generate([[1]], policy="nonsense")
-    with pytest.raises(ConfigError, match="needs eagle3; give an EAGLE3 head"):
+    with pytest.raises(ConfigError, match="needs eagle3; give an EAGLE3 head: --eagle3, or LLM"):
         llm.generate([[1]], policy="eagle3")
     with pytest.raises(HVDError, match="no tokenizer"):
         llm.generate("text")

@@ -4,6 +4,7 @@ conversations; and how to read one, of this format or an older one."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from hvd.payoff.files import write_whole
 FORMAT = 2
 _SPARE = 20
 """Writing, which adds everything up anew, takes at most one part in so many of the time."""
+_DIGITS = 18
 _LISTS = ("records", "findings", "skipped", "failed")
 
 
@@ -100,10 +102,10 @@ class BenchFile:
 
     def _resume(self, path: Path) -> None:
         try:
-            old = json.loads(path.read_text("utf-8"))
+            old = _parsed(path.read_text("utf-8"))
             head = {key: old[key] for key in self._head}
             lists = {name: list(old.get(name, [])) if head["format"] < FORMAT else list(old[name]) for name in _LISTS}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path} can't be resumed: it is no complete file of 'hvd bench --json'") from error
         for part, want in self._head.items():
             if head[part] != want:
@@ -130,16 +132,41 @@ def read_bench(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = _parsed(path.read_text("utf-8"))
         if content["format"] not in (1, FORMAT):
             raise ConfigError(f"{path} has format {content['format']!r}; this hvd reads 1 to {FORMAT}")
-        return content if content["format"] == FORMAT else _upgraded(content)
+        content = content if content["format"] == FORMAT else _upgraded(content)
+        if wrong := [name for name in _LISTS if not isinstance(content[name], list)]:
+            raise TypeError(f"{wrong[0]} is no list")
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path} is no complete file of 'hvd bench --json'") from error
+        raise ConfigError(f"{path} is no complete file of 'hvd bench --json' ({_brief(error)})") from error
+    return content
+
+
+def _parsed(text: str) -> Any:
+    """A JSON value whose numbers are those that `outline` writes: finite, integers of 64 bits. ValueError else."""
+    return json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_integer)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"a number is {text[:20]}")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"an integer has {len(text)} digits")
+    return int(text)
+
+
+def _brief(error: Exception) -> str:
+    return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)[:120]
 
 
 def _upgraded(old: dict[str, Any]) -> dict[str, Any]:

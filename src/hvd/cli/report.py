@@ -39,7 +39,7 @@ def report(files: tuple[str, ...], html: Path | None, title: str, overwrite: boo
             raise ConfigError(f"{file} holds no records; let 'hvd bench' measure at least one prompt")
     try:
         write_report(contents, out, title)
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{', '.join(files)}: no complete files of 'hvd bench --json' ({error!r})") from error

@@ -83,7 +83,8 @@ class Engine:
             policy = self._make_policy(name)
             missing = policy.needs - self._drafters.keys()
             if missing:
-                raise ConfigError(f"policy {name!r} needs {', '.join(sorted(missing))}; give an EAGLE3 head")
+                needs = ", ".join(sorted(missing))
+                raise ConfigError(f"policy {name!r} needs {needs}; give an EAGLE3 head: --eagle3, or LLM(eagle3=...)")
             self._policies[name] = policy
         return self._policies[name]
 

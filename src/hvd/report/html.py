@@ -135,6 +135,6 @@ def _rows(rows: Iterable[tuple[str, str, str, int]]) -> str:
 
 def ticks_to(most: float) -> list[float]:
     """Places on an axis from 0 on, five to eight of them, 1 always among them."""
-    step = next(s for s in (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 1e9) if most / s <= 7)
+    step = next((s for s in (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0) if most / s <= 7), most / 5)
     ticks = [i * step for i in range(int(most / step) + 1)]
     return ticks if 1.0 in ticks else sorted([*ticks, 1.0])
