@@ -91,6 +91,35 @@ def test_the_overview_marks_drafted_text_and_lists_cycles(run: Run) -> None:
     assert sum(int(row[6]) for row in rows) > 40  # accepted
 
 
+@pytest.mark.parametrize("columns", [None, "80", "60"])
+def test_nothing_but_the_text_is_wider_than_the_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch, columns: str | None
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    wanted = ("abc abc", "--model", "fake", "--max-tokens", "90")
+    overview = run(*wanted, "--policy", "hvd")[1]
+    table = overview[overview.index("a cycle (") :]
+    most = int(columns or 80)
+    assert max(map(len, table.splitlines())) <= most
+    if most == 80:
+        assert table.splitlines()[2].split() == [
+            "cycle", "token", "arm", "offered", "match", "drafted", "accepted", "expected",
+        ]  # fmt: skip
+    cycle = run(*wanted, "--policy", "hvd", "--cycle", "5")[1]
+    assert "P(accepted >= k)" in cycle or most < 80
+    assert max(map(len, cycle[cycle.index("verify") :].splitlines())) <= most
+
+
+def test_a_cycle_says_its_choice_once(run: Run) -> None:
+    for policy in ("plain", "cache", "hvd"):
+        out = run("abc abc", "--model", "fake", "--max-tokens", "30", "--policy", policy, "--cycle", "2")[1]
+        [line] = [line for line in out.splitlines() if line.startswith("choice: ")]
+        assert "reason" not in line
+        assert line.count("plain") + line.count("cache") == 1
+
+
 def test_one_cycle_in_full(run: Run) -> None:
     value = json.loads(run("abc abc", "--model", "fake", "--max-tokens", "90", "--json")[1])
     number = next(i for i, each in enumerate(value["decisions"], start=1) if each["accepted"] > 2)
@@ -153,7 +182,10 @@ def test_what_can_not_be_done_is_said_in_one_line(run: Run, traced: tuple[str, .
     refused(run("hello", "--model", "fake", "--policy", "best"), "unknown policy")
     refused(run("hello", "--model", "fake", "--max-tokens", "5", "--cycle", "9"), "--cycle 9", "5 cycles")
     refused(run("hello", "--model", "fake", "--cycle", "0"), "--cycle")
-    refused(run(*traced[:2]), "--cost")
+    refused(run(*traced[:2]), "--cost", "cpu-small")
+    refused(run("--trace", str(tmp_path / "nothing")), "no trace files")
+    refused(run(*traced[:2], "--cost", "gpu"), "gpu-8b", "hvd profile")
+    assert run(*traced[:2], "--cost", "cpu-small", "--json")[0] == 0
     refused(run(*traced, "--id", "set/none", "--model", "fake"), "set/none")
     refused(run("--trace", str(tmp_path / "nothing"), *traced[2:]), "no trace files")
     refused(run(*traced, "--head", "much"), "--head")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +19,7 @@ from hvd.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDE = 160
+WIDE, NARROW = 160, 80
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, total)."""
@@ -29,12 +32,16 @@ def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def stdout_console() -> Console:
-    """A Rich console for tables that are a command's result; wide when stdout is no terminal, so that nothing wraps."""
+def stdout_console(width: int = WIDE) -> Console:
+    """A Rich console for tables that are a command's result.
+
+    width   where stdout is no terminal and the variable COLUMNS gives none
+    """
     from rich.console import Console
 
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDE)
+    columns = os.environ.get("COLUMNS", "")
+    return console if console.is_terminal or columns.isdecimal() else Console(highlight=False, width=width)
 
 
 def note(text: str) -> None:
@@ -71,6 +78,25 @@ def waiting(what: str) -> Iterator[None]:
         return
     with console.status(what):
         yield
+
+
+@contextmanager
+def stopped_like_ctrl_c() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP end a command as Ctrl-C does, so that it can save what it has."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    ours = [getattr(signal, name) for name in names if threading.current_thread() is threading.main_thread()]
+    ours = [number for number in ours if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores SIGHUP
+    for number in ours:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def read_text(path: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hvd.cli.common import ModelOptions, check_policies, model_options, sampling_options
-from hvd.cli.console import emit_json, note, progress_bar, stdout_console
+from hvd.cli.console import NARROW, emit_json, note, progress_bar, stdout_console
 from hvd.cli.generate import encode_prompt, read_prompt
 from hvd.cli.replay import simulated_head
 from hvd.config import EngineConfig, SamplingParams
@@ -112,16 +112,17 @@ def _live(
 def _replayed(
     traces: str, wanted: str | None, policy: str, shared: bool, head: str | None, options: ModelOptions
 ) -> ExplainedRequest:
-    from hvd.payoff.cost import CostModel
+    from hvd.analysis.costs import EXAMPLES, load_cost
     from hvd.report.explain import explain_walk
-    from hvd.traces.reader import read_traces
+    from hvd.traces.reader import read_traces, trace_files
     from hvd.training.replay import cycles, walks
     from hvd.training.simulate import policy_with
 
     predictors = check_policies([policy], options.predictor)
+    trace_files(traces)
     if options.cost is None:
-        raise ConfigError("--trace needs --cost, a cost file made by 'hvd profile'")
-    cost, simulated = CostModel.load(options.cost), simulated_head(head)
+        raise ConfigError(f"--trace needs --cost: a file made by 'hvd profile', or one of {', '.join(EXAMPLES)}")
+    cost, simulated = load_cost(options.cost)[0], simulated_head(head)
     player = policy_with(policy, predictors)
     found = (trace for trace in read_traces(traces, warn=note) if shared or wanted is None or trace.id == wanted)
     for walk in walks(found, shared=shared):
@@ -160,10 +161,16 @@ def _show(request: ExplainedRequest, number: int | None, html: Path | None, titl
     if as_json:
         emit_json(request_json(request))
     elif number is not None:
-        ExplainView(stdout_console()).cycle(request, number)
+        ExplainView(stdout_console(NARROW)).cycle(request, number)
     elif html is None:
-        ExplainView(stdout_console()).overview(request)
+        ExplainView(stdout_console(NARROW)).overview(request)
 
 
-# A replayed request has no use for a model but its tokenizer.
-next(option for option in explain.params if option.name == "model").required = False
+for _option in explain.params:
+    if isinstance(_option, click.Option) and _option.name == "cost":
+        _option.help = (
+            "Cost file made by 'hvd profile' (this machine's own when not given); --trace needs one, or an example: "
+            "cpu-small, cpu-0.5b, gpu-8b or gpu-70b."
+        )
+    elif _option.name == "model":  # a replayed request has no use for a model but its tokenizer
+        _option.required = False

@@ -21,7 +21,11 @@ DEFAULT_POLICIES = "plain,cache,match-len,hvd,oracle"
 @click.option(
     "--policies", default=DEFAULT_POLICIES, help="Names with commas between; plain and oracle are always there."
 )
-@click.option("--cost", required=True, help="Cost file made by 'hvd profile'.")
+@click.option(
+    "--cost",
+    required=True,
+    help="File of 'hvd profile', or an example: cpu-small, cpu-0.5b, gpu-8b or gpu-70b.",
+)
 @click.option("--predictor", "-p", multiple=True, help="Predictor file; give one of each kind that the policies take.")
 @click.option(
     "--head",
@@ -54,7 +58,7 @@ def replay(
       hvd replay traces/ --cost cost.json --policies match-len:4,match-len:8,hvd --predictor predictor.npz
       hvd replay traces/ --cost cost.json --policies eagle3,hvd --head 0.75
     """
-    from hvd.payoff.cost import CostModel
+    from hvd.analysis.costs import load_cost
     from hvd.payoff.shipped import gather_predictors
     from hvd.training.simulate import replay_report
 
@@ -64,7 +68,7 @@ def replay(
         report = replay_report(
             traces,
             names,
-            CostModel.load(cost),
+            load_cost(cost)[0],
             predictors=list(gather_predictors(predictor).values()),
             head=simulated,
             shared=shared,

@@ -230,6 +230,7 @@ def _legend(shares: Mapping[Arm, int]) -> str:
             bars.append(f'<rect class="fill {arm.value}" x="{left:.2f}" y="0" width="{share:.2f}" height="1"/>')
             keys.append(f'<li><span class="swatch {arm.value}"></span>{NAMES[arm]} <b>{share:.0f}\u2009%</b></li>')
         left += share
+    keys.append('<li><span class="swatch from"></span>what the cycle shown was copied from</li>')
     return (
         '<svg class="shares" viewBox="0 0 100 1" preserveAspectRatio="none" role="img" '
         f'aria-label="Share of tokens by arm">{"".join(bars)}</svg>\n<ul class="legend">{"".join(keys)}</ul>'

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hvd.report.explain import ExplainedCycle, ExplainedRequest, accepted_nodes, lengths_shown
 from hvd.report.page import visible
-from hvd.types import Arm, Draft
+from hvd.types import Arm, Draft, StepRecord
 
 STYLES = {Arm.CACHE: "black on #e8b04b", Arm.EAGLE3: "black on #7db8ea", Arm.PLAIN: ""}
 MARKS = {Arm.CACHE: ("\u00ab", "\u00bb"), Arm.EAGLE3: ("\u2039", "\u203a"), Arm.PLAIN: ("", "")}
@@ -22,7 +22,7 @@ MEANING = {
     Arm.PLAIN: "the model's own (plain, bonus)",
 }
 MOST_ROWS = 60
-_BAR = 16
+_BAR = 12
 
 
 class ExplainView:
@@ -49,7 +49,7 @@ class ExplainView:
         record = cycle.record
         at = f"tokens {record.position + 1} to {record.position + record.committed} of {len(request.output)}"
         self._console.print(f"cycle {number} of {len(request.cycles)}, {at}", style="bold")
-        self._console.print(f"choice: {record.arm} {record.drafted}; reason: {record.reason or 'none given'}")
+        self._console.print(f"choice: {_choice(record)}", markup=False)
         foreseen = "" if math.isnan(record.expected) else f" ({record.expected:.2f} expected)"
         self._console.print(f"accepted: {record.accepted} of {record.drafted}{foreseen}, and one of the model's own")
         for line in self._drafts(request, cycle):
@@ -58,7 +58,7 @@ class ExplainView:
             self._console.print(_found(request, cycle, cycle.cache), soft_wrap=True, markup=False)
         self._console.print(_costs(cycle))
         if cycle.explanation.features:
-            self._console.print(_features(cycle))
+            self._console.print(_features(cycle, self._console.width))
 
     def _legend(self) -> Text:
         text = Text()
@@ -115,8 +115,16 @@ def _totals(request: ExplainedRequest) -> str:
     return f"{tokens} tokens in {cycles} cycles: {request.tokens_per_cycle:.2f} a cycle ({shares})"
 
 
+def _choice(record: StepRecord) -> str:
+    """What was chosen and why; most reasons begin with what was chosen."""
+    if record.reason.startswith(record.arm.value):
+        return record.reason
+    chosen = f"{record.arm} {record.drafted}" if record.drafted else record.arm.value
+    return f"{chosen}: {record.reason or 'no reason given'}"
+
+
 def _table(request: ExplainedRequest) -> Table:
-    names = ("cycle", "token", "arm", "offered", "match", "drafted", "accepted", "expected", "reason")
+    names = ("cycle", "token", "arm", "offered", "match", "drafted", "accepted", "expected")
     table = Table(*names, box=box.SIMPLE)
     for number, cycle in enumerate(request.cycles[:MOST_ROWS], start=1):
         record = cycle.record
@@ -129,7 +137,6 @@ def _table(request: ExplainedRequest) -> Table:
             str(record.drafted or "-"),
             str(record.accepted if record.drafted else "-"),
             "-" if math.isnan(record.expected) else f"{record.expected:.1f}",
-            Text(record.reason),
         )
     return table
 
@@ -150,7 +157,7 @@ def _found(request: ExplainedRequest, cycle: ExplainedCycle, cache: Draft) -> st
 
 def _costs(cycle: ExplainedCycle) -> Table:
     why, record = cycle.explanation, cycle.record
-    table = Table("verify", "ms", "P(accepted >= k)", " " * _BAR, "tokens expected", "tokens/s", box=box.SIMPLE)
+    table = Table("verify", "ms", "P(accepted >= k)", " " * _BAR, "tokens", "tokens/s", box=box.SIMPLE)
     table.add_row("plain", f"{why.plain_seconds * 1e3:.1f}", "", "", "1.00", f"{1 / why.plain_seconds:.1f}")
     for prospect in why.prospects:
         survival, rates = prospect.survival, prospect.rates
@@ -169,9 +176,10 @@ def _bar(share: float) -> str:
     return "\u2588" * round(share * _BAR)
 
 
-def _features(cycle: ExplainedCycle) -> Table:
+def _features(cycle: ExplainedCycle, width: int) -> Table:
     table = Table.grid(padding=(0, 2))
     items = [f"{name} {value:.3g}" for name, value in cycle.explanation.features.items() if value]
-    for i in range(0, len(items), 4):
-        table.add_row(*items[i : i + 4])
+    across = max(1, min(4, width // (max(map(len, items), default=0) + 2)))
+    for i in range(0, len(items), across):
+        table.add_row(*items[i : i + across])
     return table
