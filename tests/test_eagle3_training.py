@@ -12,17 +12,20 @@ import numpy as np
 import pytest
 import torch
 
+from hvd import LLM, SamplingParams
 from hvd.cli.main import main
 from hvd.errors import TrainingError
 from hvd.models.checkpoint import Checkpoint, load_checkpoint
 from hvd.models.eagle3 import NumpyHead
 from hvd.models.eagle3_checkpoint import load_eagle3
 from hvd.models.torch_target import TorchTarget
+from hvd.traces.prompts import Prompt, Turn
 from hvd.traces.schema import Trace
-from hvd.traces.writer import TraceWriter
 from hvd.training.eagle3 import Eagle3Options, new_head, train_eagle3
+from hvd.training.eagle3_answers import target_answers
 from hvd.training.eagle3_export import write_head
 from hvd.training.eagle3_fit import Fit, FitOptions, Point, Score, evaluate, make_pack
+from hvd.training.eagle3_place import only_run
 from hvd.training.eagle3_states import StateStore
 from hvd.training.eagle3_text import Document, coverage, documents_of, draft_vocabulary, hold_out
 
@@ -273,6 +276,10 @@ def test_groups_are_held_out_whole() -> None:
     train, held = hold_out(texts, 0.2, seed=0)
     assert 20 < len(held) < 120
     assert not {d.group for d in train} & {d.group for d in held}
+    few = documents_of([trace(list(range(9)), f"set/{n}") for n in range(2)], 100)
+    assert [len(part) for part in hold_out(few, 1e-9, seed=0)] == [1, 1]
+    assert [len(part) for part in hold_out(few, 1.0, seed=0)] == [1, 1]
+    assert [len(part) for part in hold_out(few[:1], 0.5, seed=0)] == [1, 0]
 
 
 def test_the_draft_vocabulary_is_what_answers_use() -> None:
@@ -311,11 +318,87 @@ def test_from_prompts_to_a_head_that_drafts(
 
 
 def test_nothing_to_learn_from_is_one_line(checkpoint: Checkpoint, target: TorchTarget, tmp_path: Path) -> None:
-    with TraceWriter(tmp_path / "t", np.zeros(target.spec.vocab_size, np.uint8)) as writer:
-        writer.add(trace([1, 2, 3, 4, 5]))
-    with pytest.raises(TrainingError, match="nothing to learn from: 1 usable answers"):
-        train_eagle3(checkpoint, target, [tmp_path / "t"], tmp_path, Eagle3Options(fit=OPTIONS))
-    with TraceWriter(tmp_path / "u", np.zeros(10**6, np.uint8)) as writer:
-        writer.add(trace([1, 2, 3, 4, 10**5]))
+    with pytest.raises(TrainingError, match="nothing to learn from: 1 usable answers to 1 prompts"):
+        train_eagle3(checkpoint, target, [trace([1, 2, 3, 4, 5])], tmp_path, Eagle3Options(fit=OPTIONS))
     with pytest.raises(TrainingError, match="token 100000, beyond the target's vocabulary"):
-        train_eagle3(checkpoint, target, [tmp_path / "u"], tmp_path, Eagle3Options(fit=OPTIONS))
+        train_eagle3(checkpoint, target, [trace([1, 2, 3, 4, 10**5])], tmp_path, Eagle3Options(fit=OPTIONS))
+
+
+# -- nothing stale, nothing foreign --------------------------------------------------------------------------------
+
+
+def answers(llm: LLM, folder: Path, *prompts: Prompt, **params: Any) -> list[Trace]:
+    sampling = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **params})
+    return target_answers(llm, prompts, folder, sampling, 64, lambda *_: None, lambda _: None)
+
+
+def prompt(id_: str, text: str) -> Prompt:
+    return Prompt(id_, "d", "c", "train", (Turn(({"role": "user", "content": text},)),))
+
+
+def test_answers_are_taken_again_only_where_nothing_changed(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    llm = LLM(tiny_model("llama"), backend="torch", predictor="none")
+    [first] = answers(llm, tmp_path, prompt("a", "w1 w2"))
+    assert answers(llm, tmp_path, prompt("a", "w1 w2"))[0].created == first.created
+    [changed] = answers(llm, tmp_path, prompt("a", "w3 w4"))
+    assert changed.id != first.id
+    assert changed.created > first.created
+    [longer] = answers(llm, tmp_path, prompt("a", "w1 w2"), max_tokens=12)
+    assert len(longer.response) == 12
+    other = LLM(tiny_model("llama", seed=5), backend="torch", predictor="none")
+    assert answers(other, tmp_path, prompt("a", "w1 w2"))[0].model_fingerprint != first.model_fingerprint
+    both = answers(llm, tmp_path, prompt("a", "w1 w2"), prompt("b", "w5"))
+    assert sorted(t.id.partition("#")[0] for t in both) == ["a", "b"]
+
+
+def test_one_run_at_a_time_and_what_a_kill_left_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / "states").mkdir()
+    (tmp_path / ".head.abc").mkdir()
+    for name in (".checkpoint.pt.abc", "states/.states-1.npy.abc", "states/states-1.npy"):
+        (tmp_path / name).touch()
+    with only_run(tmp_path):
+        assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == [
+            ".lock", "states", "states/states-1.npy"
+        ]  # fmt: skip
+        with pytest.raises(TrainingError, match="another run is at work"), only_run(tmp_path):
+            pass
+    with only_run(tmp_path):
+        pass
+
+
+def test_a_directory_with_other_files_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "precious.txt").touch()
+    with pytest.raises(TrainingError, match=r"not part of a head \(precious\.txt\)"), only_run(tmp_path):
+        pass
+    assert (tmp_path / "head" / "precious.txt").exists()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_a_damaged_shard_is_computed_anew(target: TorchTarget, tmp_path: Path, damage: str) -> None:
+    texts = documents(target, 3)
+    before = store_of(target, texts, tmp_path)[0][0].clone()
+    [shard] = tmp_path.glob("states-*.npy")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes({"flip": bytes(content), "cut": bytes(content[:200]), "empty": b""}[damage])
+    assert torch.equal(store_of(target, texts, tmp_path)[0][0], before)
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_seen(checkpoint: Checkpoint, target: TorchTarget, tmp_path: Path) -> None:
+    texts = documents(target, 6)
+    store = store_of(target, texts, tmp_path)
+    options = replace(OPTIONS, epochs=1)
+
+    def fit() -> Fit:
+        head = new_head(checkpoint, target, np.arange(target.spec.vocab_size), Eagle3Options(fit=options))
+        return Fit(head, (store, texts), (store, texts), tmp_path / "c.pt", options, {})
+
+    fit().run()
+    whole = (tmp_path / "c.pt").read_bytes()
+    for place in range(0, len(whole), len(whole) // 20):
+        content = bytearray(whole)
+        content[place] ^= 1
+        (tmp_path / "c.pt").write_bytes(content)
+        with pytest.raises(TrainingError, match="damaged"):
+            fit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,13 @@ from hvd.cli.common import read_conversations
 from hvd.cli.console import emit_json, note, progress_bar, stdout_console
 from hvd.errors import ConfigError, MissingExtraError
 
+MOST_LINES = 12
+"""Epochs shown of a long training; the head's card has all."""
+
 if TYPE_CHECKING:
     from hvd.traces.prompts import Prompt
-    from hvd.training.eagle3 import Eagle3Options, Progress, Trained
+    from hvd.training.eagle3 import Eagle3Options, Trained
+    from hvd.training.eagle3_answers import Progress
 
 
 @click.command("eagle3")
@@ -42,13 +47,13 @@ if TYPE_CHECKING:
 @click.option("--learning-rate", type=float, default=1e-3, help="Highest learning rate.")
 @click.option("--patience", type=click.IntRange(1), default=3, help="Epochs without progress before it ends.")
 @click.option("--hold-out", type=float, default=0.05, help="Share of the prompts that is judged by, not trained on.")
-@click.option("--states-gb", type=click.FloatRange(0), default=20.0, help="Bound of the hidden states kept on disk.")
+@click.option("--states-gb", type=click.FloatRange(0, 1e6), default=20.0, help="Most hidden states kept on disk.")
 @click.option("--from-scratch", is_flag=True, help="Begin at random, not as the target's last layer.")
 @click.option("--device", default="auto", help="auto, cpu or cuda.")
 @click.option("--dtype", default="bfloat16", help="The target's numbers: bfloat16, float16 or float32.")
 @click.option("--precision", default="bfloat16", help="Products of the training: bfloat16 or float32.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads (all cores when not given).")
-@click.option("--seed", type=int, default=0, help="Seed of everything that is drawn.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Seed of everything that is drawn.")
 @click.option("--restart", is_flag=True, help="Forget the checkpoint (text and hidden states stay).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def eagle3(**given: Any) -> None:
@@ -74,10 +79,12 @@ def eagle3(**given: Any) -> None:
         raise MissingExtraError("training an EAGLE3 head", "torch") from None
 
     options = _options(given, temperatures)
-    if given["restart"]:
-        (given["out"] / "checkpoint.pt").unlink(missing_ok=True)
-    with progress_bar() as progress:
-        trained = _train(given, prompts, options, progress)
+    try:
+        with progress_bar() as progress:
+            trained = _train(given, prompts, options, progress)
+    except KeyboardInterrupt:
+        note(f"what was made is kept in {given['out']}; the same command goes on from there")
+        raise
     if given["as_json"]:
         emit_json(trained.to_dict())
     else:
@@ -95,6 +102,8 @@ def _options(given: dict[str, Any], temperatures: tuple[float, ...]) -> Eagle3Op
     from hvd.training.eagle3 import Eagle3Options
     from hvd.training.eagle3_fit import FitOptions
 
+    if math.isnan(given["states_gb"]):
+        raise ConfigError("--states-gb must be a number of gigabytes, got nan")
     names = ("steps", "length", "prompt_share", "packs", "epochs", "learning_rate", "patience", "precision", "seed")
     return Eagle3Options(
         max_tokens=given["max_tokens"],
@@ -115,6 +124,8 @@ def _train(given: dict[str, Any], prompts: list[Prompt], options: Eagle3Options,
     from hvd.models.checkpoint import load_checkpoint
     from hvd.models.torch_target import TorchTarget
     from hvd.training.eagle3 import train_eagle3, write_text
+    from hvd.training.eagle3_answers import given_traces
+    from hvd.training.eagle3_place import only_run
 
     # Short copies, verified whenever there is one: in a large batch a pass hardly notices them.
     suffix = SuffixConfig(mode="arctic", shared=False)
@@ -130,20 +141,26 @@ def _train(given: dict[str, Any], prompts: list[Prompt], options: Eagle3Options,
         progress=progress,
     )
     assert isinstance(llm.target, TorchTarget)
-    text = [Path(name) for name in given["text"]]
-    if prompts:
-        text += write_text(llm, prompts, given["out"], options, progress, note)
-    return train_eagle3(load_checkpoint(given["model"]), llm.target, text, given["out"], options, progress, note)
+    out: Path = given["out"]
+    with only_run(out):
+        if given["restart"]:
+            (out / "checkpoint.pt").unlink(missing_ok=True)
+        text = list(given_traces([Path(name) for name in given["text"]]))
+        if prompts:
+            text += write_text(llm, prompts, out, options, progress, note)
+        return train_eagle3(load_checkpoint(given["model"]), llm.target, text, out, options, progress, note)
 
 
 def _print(trained: Trained) -> None:
     from rich.table import Table
 
     steps = len(trained.curve[-1].score.accepted)
-    table = Table("epoch", "seconds", "loss", *(f"chain of {k + 1}" for k in range(steps)))
+    shown = sorted({1, min(2, steps), min(4, steps), steps})
+    table = Table("epoch", "seconds", "loss", *(f"chain of {k}" for k in shown))
     table.title = "tokens per cycle on held-out prompts"
-    for point in trained.curve:
-        chains = (f"{1 + accepted:.2f}" for accepted in point.score.accepted)
+    every = -(-len(trained.curve) // MOST_LINES)
+    for point in [*trained.curve[:-1:every], trained.curve[-1]]:
+        chains = (f"{1 + point.score.accepted[k - 1]:.2f}" for k in shown)
         table.add_row(str(point.epoch), f"{point.seconds:.0f}", f"{point.score.loss:.3f}", *chains)
     stdout_console().print(table)
     click.echo(str(trained.folder))

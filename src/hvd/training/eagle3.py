@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,24 +23,15 @@ from hvd.engine.llm import LLM
 from hvd.errors import ConfigError, TrainingError
 from hvd.models.checkpoint import Checkpoint
 from hvd.models.torch_target import TorchTarget
-from hvd.tokenizer import Tokenizer
-from hvd.traces.collect import collect_traces
-from hvd.traces.importers import recorded_traces
 from hvd.traces.prompts import Prompt
-from hvd.traces.reader import read_traces
 from hvd.traces.schema import Trace
-from hvd.traces.writer import TraceWriter
+from hvd.training.eagle3_answers import Note, Progress, recorded_answers, target_answers
 from hvd.training.eagle3_export import write_head
 from hvd.training.eagle3_fit import Fit, FitOptions, Point
 from hvd.training.eagle3_module import HeadModule, HeadShape
 from hvd.training.eagle3_states import StateStore
 from hvd.training.eagle3_text import Document, coverage, documents_of, draft_vocabulary, hold_out
 from hvd.types import Int64Array
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what, done, total)."""
-Note = Callable[[str], None]
-"""Called with one line that the user should see."""
 
 LAYER_TENSORS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
@@ -94,67 +85,27 @@ class Trained:
 
 def write_text(
     llm: LLM, prompts: Sequence[Prompt], out: Path, options: Eagle3Options, progress: Progress, note: Note
-) -> list[Path]:
-    """The answers to learn from, as traces under `out`/text; what is there already is not made again.
+) -> list[Trace]:
+    """The answers to learn from, kept under `out`/text: one round for each temperature, then recorded ones if wanted.
 
-    Each temperature is a round of its own. Returns the directories.
+    Hold `only_run(out)` around it.
     """
-    if llm.tokenizer is None:
-        raise ConfigError("this model has no tokenizer")
-    total = sum(len(prompt.turns) for prompt in prompts)
-    folders = []
+    length = min(options.fit.length, llm.target.spec.context_limit)
+    found = []
     for temperature in options.temperatures:
-        folder = out / "text" / f"temperature-{temperature:g}"
         params = SamplingParams(
             max_tokens=options.max_tokens, temperature=temperature, seed=options.fit.seed if temperature else None
         )
-        known = {trace.id for trace in _kept(folder)}
-        with TraceWriter(folder, llm.tokenizer.token_classes()) as writer:
-            done = tokens = 0
-
-            def on_turns(count: int) -> None:
-                nonlocal done
-                done += count
-                progress(f"answers at temperature {temperature:g} ({tokens} tokens)", done, total)  # noqa: B023
-
-            for trace in collect_traces(
-                llm, prompts, params, known=known, max_context=options.fit.length, warn=note, on_turns=on_turns
-            ):
-                writer.add(trace)
-                tokens += len(trace.response)
-        folders.append(folder)
-    if options.recorded:
-        folders.append(_write_recorded(llm.tokenizer, prompts, out / "text" / "recorded", options, progress, note))
-    return folders
-
-
-def _write_recorded(
-    tokenizer: Tokenizer,
-    prompts: Sequence[Prompt],
-    folder: Path,
-    options: Eagle3Options,
-    progress: Progress,
-    note: Note,
-) -> Path:
-    known = {trace.id for trace in _kept(folder)}
-    with TraceWriter(folder, tokenizer.token_classes()) as writer:
-        for done, prompt in enumerate(prompts, start=1):
-            for trace in recorded_traces([prompt], tokenizer, max_context=options.fit.length, warn=note):
-                if trace.id not in known:
-                    writer.add(trace)
-            progress("recorded answers", done, len(prompts))
-    return folder
-
-
-def _kept(folder: Path) -> Iterator[Trace]:
-    if folder.is_dir() and any(folder.glob("*.parquet")):
-        yield from read_traces(folder)
+        found += target_answers(llm, prompts, out / "text", params, length, progress, note)
+    if options.recorded and llm.tokenizer is not None:
+        found += recorded_answers(llm.tokenizer, prompts, out / "text", length, progress, note)
+    return found
 
 
 def train_eagle3(
     checkpoint: Checkpoint,
     target: TorchTarget,
-    text: Sequence[Path],
+    text: Iterable[Trace],
     out: Path,
     options: Eagle3Options,
     progress: Progress = lambda what, done, total: None,
@@ -162,16 +113,16 @@ def train_eagle3(
 ) -> Trained:
     """Train a head for `target`, loaded from `checkpoint`, on traces, and write it to `out`/head.
 
-    text   trace files or directories; answers of the target itself are the best text
+    text   traces; answers of the target itself are the best text
 
-    Everything under `out` that fits is used again. Raises TrainingError.
+    Everything under `out` that fits is used again; hold `only_run(out)` around it. Raises TrainingError.
     """
-    documents = documents_of(_traces(text, target), options.fit.length)
+    documents = documents_of(_checked(text, target, note), min(options.fit.length, target.spec.context_limit))
     train, held = hold_out(documents, options.hold_out, options.fit.seed)
     if not train or not held:
         raise TrainingError(
-            f"nothing to learn from: {len(documents)} usable answers, {len(train)} to train on and {len(held)} to hold "
-            "out; give more prompts, or shorter ones than --length"
+            f"nothing to learn from: {len(documents)} usable answers to {len({d.group for d in documents})} prompts; "
+            "at least two prompts are needed, one of them to hold out, shorter than --length with their answers"
         )
     draft_ids = draft_vocabulary(train, options.vocab, target.spec.vocab_size)
     facts = _facts(documents, held, draft_ids)
@@ -221,9 +172,13 @@ def new_head(checkpoint: Checkpoint, target: TorchTarget, draft_ids: Int64Array,
     return head
 
 
-def _traces(text: Sequence[Path], target: TorchTarget) -> Iterator[Trace]:
-    """Traces in a fixed order, checked to be in the target's tokens."""
-    for trace in sorted(read_traces(text), key=lambda trace: (trace.id, trace.sampling)):
+def _checked(text: Iterable[Trace], target: TorchTarget, note: Note) -> Iterator[Trace]:
+    """Traces in a fixed order, checked to be in the target's tokens. A note when other models wrote some of them."""
+    traces = sorted(text, key=lambda trace: (trace.id, trace.sampling))
+    foreign = sum(trace.model_fingerprint != target.spec.fingerprint for trace in traces)
+    if foreign:
+        note(f"{foreign} of {len(traces)} answers were not written by this target; its own teach a head more")
+    for trace in traces:
         largest = max((int(part.max()) for part in (trace.prompt, trace.response) if len(part)), default=0)
         if largest >= target.spec.vocab_size:
             raise TrainingError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import pickle
@@ -22,6 +23,8 @@ from hvd.training.eagle3_text import Document
 from hvd.types import BoolArray
 
 FORMAT = 1
+DIGEST = 32
+"""Bytes of the digest at the end of a checkpoint."""
 STRETCH = 16
 """Tokens of a stretch of prompt that counts."""
 
@@ -242,21 +245,26 @@ class Fit:
             buffer,
         )
         try:
-            write_whole(self._checkpoint, buffer.getvalue())
+            write_whole(self._checkpoint, buffer.getvalue() + _digest(buffer.getvalue()))
         except OSError as error:
             raise TrainingError(f"can't write {self._checkpoint}: {error.strerror or error}") from error
         self._saved = time.monotonic()
 
     def _resume(self) -> None:
+        damaged = f"{self._checkpoint} is damaged or not a checkpoint of this program; --restart begins anew"
         try:
-            saved = torch.load(self._checkpoint, map_location=self._device, weights_only=True)
+            content = self._checkpoint.read_bytes()
+        except OSError as error:
+            raise TrainingError(f"can't read {self._checkpoint}: {error.strerror or error}") from error
+        if _digest(content[:-DIGEST]) != content[-DIGEST:]:
+            raise TrainingError(damaged)
+        try:
+            saved = torch.load(io.BytesIO(content[:-DIGEST]), map_location=self._device, weights_only=True)
             if saved["format"] != FORMAT:
                 raise ValueError(f"format {saved['format']}")
-            settings, place = saved["settings"], saved["place"]
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
-            raise TrainingError(
-                f"{self._checkpoint} is damaged or not a checkpoint of this program; --restart begins anew"
-            ) from error
+            settings = saved["settings"]
+        except (RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
+            raise TrainingError(damaged) from error
         for name in {**settings, **self._settings}:
             old, new = settings.get(name), self._settings.get(name)
             if old != new:
@@ -267,8 +275,8 @@ class Fit:
         self.head.load_state_dict(saved["head"])
         self._optimizer.load_state_dict(saved["optimizer"])
         self._best = saved["best"]
-        curve = [Point(**{**point, "score": Score(**point["score"])}) for point in place.pop("curve")]
-        self._place = _Place(**place, curve=curve)
+        curve = [Point(**{**point, "score": Score(**point["score"])}) for point in saved["place"].pop("curve")]
+        self._place = _Place(**saved["place"], curve=curve)
 
 
 def evaluate(head: HeadModule, store: StateStore, documents: Sequence[Document], options: FitOptions) -> Score:
@@ -361,6 +369,10 @@ def _rate(done: float, options: FitOptions) -> float:
 def rank(score: Score) -> float:
     """What "better" means: the accepted length of a chain of 4, or of the longest one measured."""
     return score.accepted[min(4, len(score.accepted)) - 1]
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=DIGEST).digest()
 
 
 def _short(value: object) -> str:

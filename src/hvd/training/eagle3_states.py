@@ -1,13 +1,14 @@
 """The target's hidden states along the training text: computed once and kept on disk, as far as the disk may be used.
 
 A shard is a float16 array [tokens, (A+1)*H] of some documents behind each other: the states entering the auxiliary
-layers, then the one behind the final norm. Its name is a digest of everything that it depends on, so a run that was
-killed, or one with other settings, finds what fits and ignores the rest.
+layers, then the one behind the final norm. A digest of the file stands behind it. Its name is a digest of everything
+that it depends on, so a run that was killed, or one with other settings, finds what fits and ignores the rest.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import secrets
 import shutil
@@ -28,6 +29,8 @@ PASS_TOKENS = 4096
 """Tokens of a target pass."""
 SPARE_BYTES = 1 << 30
 """Room that is left on the disk."""
+DIGEST = 32
+"""Bytes of the digest behind a shard; one that does not agree with its shard is computed anew."""
 LARGEST = float(np.finfo(np.float16).max)
 
 
@@ -65,10 +68,10 @@ class StateStore:
 
         Raises TrainingError when the disk has no room for them, or refuses.
         """
-        missing = [number for number in range(self._kept) if not self._path(number).exists()]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        missing = [number for number in range(self._kept) if not _intact(self._path(number))]
         tokens = {number: sum(len(self._documents[i].tokens) for i in self._shards[number]) for number in missing}
         total, done = sum(tokens.values()), 0
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._check_room(total * 2 * self._width)
         for number in missing:
             self._write(number)
@@ -88,11 +91,13 @@ class StateStore:
 
     def _write(self, number: int) -> None:
         path = self._path(number)
-        rows = np.concatenate([self._read(batch) for batch in self._passes(self._shards[number])])
+        content = io.BytesIO()
+        np.save(content, np.concatenate([self._read(batch) for batch in self._passes(self._shards[number])]))
         fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
             with fresh.open("xb") as file:
-                np.save(file, rows)
+                file.write(content.getbuffer())
+                file.write(hashlib.blake2b(content.getbuffer(), digest_size=DIGEST).digest())
                 file.flush()
                 os.fsync(file.fileno())
             fresh.replace(path)
@@ -129,6 +134,17 @@ class StateStore:
                 f"no room for the hidden states: they take {need / 1e9:.1f} GB in {self._folder}, where "
                 f"{free / 1e9:.1f} GB are free; give less with --states-gb (0 = compute them anew each time)"
             )
+
+
+def _intact(path: Path) -> bool:
+    """Whether a shard is there as it was written. TrainingError when it can't be read."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise TrainingError(f"can't read {path}: {error.strerror or error}; move it out of the way") from error
+    return hashlib.blake2b(memoryview(content)[:-DIGEST], digest_size=DIGEST).digest() == content[-DIGEST:]
 
 
 def _shards(documents: Sequence[Document]) -> list[list[int]]:

@@ -57,12 +57,21 @@ def documents_of(traces: Iterable[Trace], length: int) -> list[Document]:
 
 
 def hold_out(documents: Iterable[Document], share: float, seed: int) -> tuple[list[Document], list[Document]]:
-    """(to train on, held out): whole groups, drawn by a hash of their name, so that the draw outlives new data."""
-    parts: tuple[list[Document], list[Document]] = [], []
-    for document in documents:
-        digest = hashlib.blake2b(f"{seed}:{document.group}".encode(), digest_size=8).digest()
-        parts[int.from_bytes(digest, "big") < share * 2**64].append(document)
-    return parts
+    """(to train on, held out): whole groups, drawn by a hash of their name, so that the draw outlives new data.
+
+    Of two groups or more at least one is held out, and one is not.
+    """
+    documents = list(documents)
+    ranked = sorted({document.group for document in documents}, key=lambda group: _draw(group, seed))
+    drawn = sum(_draw(group, seed) < share for group in ranked)
+    held = set(ranked[: min(max(drawn, 1), len(ranked) - 1)])
+    return [d for d in documents if d.group not in held], [d for d in documents if d.group in held]
+
+
+def _draw(group: str, seed: int) -> float:
+    """A number in [0, 1) that a group's name and the seed alone decide."""
+    digest = hashlib.blake2b(f"{seed}:{group}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
 
 
 def draft_vocabulary(documents: Iterable[Document], size: int, vocab_size: int) -> Int64Array:

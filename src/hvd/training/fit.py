@@ -110,11 +110,13 @@ def train_predictor(
     test_paths: PathLike | Iterable[PathLike] | None = None,
     options: TrainOptions | None = None,
     progress: Progress | None = None,
+    collected: Callable[[int], None] = lambda states: None,
 ) -> TrainingReport:
     """Train on traces and write the predictor to `out`.
 
     kind         "survival", "scalar" or "both"; "both" writes two files, x.npz as x.survival.npz and x.scalar.npz
     test_paths   traces to judge by instead of requests held out of the first
+    collected    called with the number of states to judge by, before the training begins
 
     ConfigError or TraceError when there are too few traces; nothing is written then.
     """
@@ -129,6 +131,7 @@ def train_predictor(
     if test_paths is not None:
         judged = _Source(test_paths, options).states("replay test", progress)
         test = np.arange(len(judged))
+    collected(int(judged.main[test].sum()))
     kinds = KINDS if kind == "both" else (kind,)
     fits, gates = [], []
     for each in kinds:
