@@ -13,7 +13,7 @@ import pytest
 from hvd.analysis.analyze import AnalyzeOptions, analyze
 from hvd.analysis.costs import EXAMPLES, load_cost
 from hvd.analysis.encode import Asked, Encoder, Part
-from hvd.analysis.learn import FOLDS, Training, Verdict, decide, folds_of, interval
+from hvd.analysis.learn import FOLDS, Training, Verdict, _reason, decide, folds_of, interval
 from hvd.analysis.result import Analysis
 from hvd.analysis.sources import CopyFinder, Source
 from hvd.analysis.tokenizers import load_tokenizer
@@ -403,3 +403,11 @@ def test_a_hub_id_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     with pytest.raises(ModelError, match="neither cached nor reachable"):
         load_tokenizer("owner/name")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [(-0.001, 0.047, "not shown: the interval includes zero"), (-0.2, -0.01, "does better"), (0.001, 0.004, "as well")],
+)
+def test_a_no_says_what_the_interval_says(low: float, high: float, words: str) -> None:
+    assert words in _reason(Verdict.NO, low, high)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvd.analysis.learn import Training, Verdict
 from hvd.cli.main import main
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -68,6 +71,57 @@ def test_one_screen_says_it_all_and_shows_no_text(run: Run, source: str, tmp_pat
         assert words in out, words
     for word in SECRET.split():
         assert word not in out + err
+
+
+def test_nothing_is_wider_than_a_terminal(
+    run: Run, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / ("a-long-name-of-a-directory-" * 4) / "l.jsonl"
+    path.parent.mkdir()
+    monkeypatch.setenv("COLUMNS", "80")
+    wanted = (log(path), "-t", source, "--no-train", "--eagle3-acceptance", "0.7")
+    piped = run(*wanted)[1].splitlines()
+    begin = next(i for i, line in enumerate(piped) if "tok/cycle" in line)
+    table = piped[begin : begin + 12]
+    assert max(map(len, table)) <= 80
+    assert "regret" in table[0]
+    assert "\u2026" not in "".join(table)
+    assert any(line.startswith("  l.jsonl:1#turn0: ") for line in piped)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = re.sub(r"\x1b\[[\d;]*m", "", run(*wanted)[1]).splitlines()
+    assert max(map(len, shown[1:])) <= 80
+    assert len(shown) > len(piped)
+
+
+def test_figures_are_there_before_training_begins(run: Run, source: str, tmp_path: Path) -> None:
+    def seen(*arguments: object) -> Training:
+        sys.stderr.write("training\n")
+        return Training(Verdict.NO, 0.023, -0.001, 0.047, 12, 1000, "not shown: the interval includes zero")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hvd.analysis.analyze._training", seen)
+        patch.setattr("hvd.cli.analyze._print", lambda found, show: sys.stderr.write("figures\n"))
+        code, out, err = run(log(tmp_path / "l.jsonl"), "-t", source)
+        assert (code, err) == (0, "figures\ntraining\n")
+        assert out == (
+            "Training a predictor on these logs: +2.3% tokens/s (-0.1% to +4.7%); "
+            "not shown: the interval includes zero\n"
+        )
+        found = run(log(tmp_path / "l.jsonl"), "-t", source, "--json")
+        assert json.loads(found[1])["training"]["gain"] == 0.023
+        assert found[2] == "training\n"
+
+
+def test_stages_are_counted(run: Run, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def bar() -> Iterator[Callable[[str, int, int], None]]:
+        yield lambda what, done, total: told.append(what)
+
+    monkeypatch.setattr("hvd.cli.analyze.progress_bar", bar)
+    assert run(log(tmp_path / "l.jsonl"), "-t", source, "--no-train")[0] == 0
+    assert set(told) == {"2 of 3: tokenize", "3 of 3: replay"}
 
 
 def test_text_is_shown_when_asked_for(run: Run, source: str, tmp_path: Path) -> None:

@@ -295,8 +295,12 @@ def test_training_beats_the_rules_and_the_file_says_the_same(tmp_path: Path) -> 
         test_paths=write(tmp_path / "test", unseen),
         options=OPTIONS,
         progress=lambda *call: told.append(call),
+        collected=lambda states: told.append(("collected", states, states)),
     )
-    assert {what for what, _, _ in told} == {"replay", "replay test", "fit survival", "fit scalar"}
+    names = [what for what, _, _ in told]
+    assert set(names) == {"replay", "replay test", "collected", "fit survival", "fit scalar"}
+    assert names.index("collected") < names.index("fit survival")
+    assert told[names.index("collected")][1] == report.test_states
     assert ("replay", 24 * 150, 24 * 150) in told
     for judged in report.judged:
         gates = {g.name: g for g in judged.gates}

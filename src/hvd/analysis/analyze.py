@@ -78,9 +78,15 @@ class AnalyzeOptions:
 
 
 def analyze(
-    paths: Sequence[str], options: AnalyzeOptions, progress: Progress = lambda what, done, total: None
+    paths: Sequence[str],
+    options: AnalyzeOptions,
+    progress: Progress = lambda what, done, total: None,
+    replayed: Callable[[Analysis], None] = lambda found: None,
 ) -> Analysis:
-    """Analyse logs. ConfigError, ModelError or PredictorError, in one line, when that can't be done."""
+    """Analyse logs. ConfigError, ModelError or PredictorError, in one line, when that can't be done.
+
+    replayed   called with all but the training, before that begins: it takes longest
+    """
     started = time.perf_counter()
     cost, about_cost = load_cost(options.cost)
     predictors = gather_predictors(options.predictors)
@@ -97,9 +103,10 @@ def analyze(
     study = Study(players, cost, options.head, best=HVD)
     states = _study(study, answers, options, cost, progress)
     loops = _loops(study, answers, options, cost, list(predictors.values()), progress)
+    found = _result(study, reader, sample, encoder, loops, options, about_cost, time.perf_counter() - started)
+    replayed(found)
     training = _training(answers, states, predictors.get("survival"), cost, options, progress)
-    seconds = time.perf_counter() - started
-    return _result(study, reader, sample, encoder, (loops, training), options, about_cost, seconds)
+    return replace(found, training=training, seconds=time.perf_counter() - started)
 
 
 def read_sample(reader: LogReader, options: AnalyzeOptions) -> Reservoir:
@@ -191,7 +198,7 @@ def _training(
     found = compare(answers, states, shipped, cost, options.head, settings, progress)
     if options.train is None or states is None or found.verdict is not Verdict.YES:
         return found
-    predictor = fit_all(states, settings, progress)
+    predictor = fit_all(states, settings, lambda what, done, total: progress("write the predictor", done, total))
     predictor.metadata.update(
         {
             "models": [RECORDED],
@@ -212,7 +219,7 @@ def _result(
     reader: LogReader,
     sample: Reservoir,
     encoder: Encoder,
-    found: tuple[Loops | None, Training | None],
+    loops: Loops | None,
     options: AnalyzeOptions,
     about_cost: str,
     seconds: float,
@@ -238,8 +245,8 @@ def _result(
         intervals=speedup_intervals(study.groups, names),
         sources=shares(list(study.sources.items())),
         gains=tuple(study.gains),
-        loops=found[0],
-        training=found[1],
+        loops=loops,
+        training=None,
         notes=tuple(_notes(reader, encoder, study)),
         seconds=seconds,
     )

@@ -92,12 +92,12 @@ def compare(
             f"{counted(groups, 'conversation')}, {counted(count, 'state')}: {least}",
         )
     folds = folds_of(states.groups)
-    trained = [_fit_without(fold, states, folds, options, progress) for fold in range(FOLDS)]
+    trained = [_fit_without(fold, states, folds, options, _of_fold(fold, progress)) for fold in range(FOLDS)]
     pairs = _play(answers, folds, shipped, trained, cost, head, progress)
     seconds = np.array([(pair.shipped.seconds, pair.trained.seconds) for pair in pairs.values()])
     gain, low, high = interval(seconds[:, 0], seconds[:, 1])
     verdict = decide(gain, low, high)
-    return Training(verdict, gain, low, high, groups, count, _reason(verdict))
+    return Training(verdict, gain, low, high, groups, count, _reason(verdict, low, high))
 
 
 def decide(gain: float, low: float, high: float) -> Verdict:
@@ -107,12 +107,18 @@ def decide(gain: float, low: float, high: float) -> Verdict:
     return Verdict.UNSURE if high - low > _WIDE and high > _WORTH else Verdict.NO
 
 
-def _reason(verdict: Verdict) -> str:
-    return {
-        Verdict.YES: "trained on these logs, it is faster on conversations that it has not seen",
-        Verdict.NO: "the shipped predictor does as well on these logs",
-        Verdict.UNSURE: "the interval is too wide to tell; give more conversations",
-    }[verdict]
+def _reason(verdict: Verdict, low: float, high: float) -> str:
+    if verdict is Verdict.YES:
+        return "trained on these logs, it is faster on conversations that it has not seen"
+    if verdict is Verdict.UNSURE:
+        return "the interval is too wide to tell; give more conversations"
+    if low <= 0.0 <= high:
+        return "not shown: the interval includes zero"
+    return f"the shipped predictor does {'better' if high < 0.0 else 'as well'} on these logs"
+
+
+def _of_fold(fold: int, progress: Progress) -> Progress:
+    return lambda what, done, total: progress(f"train, part {fold + 1} of {FOLDS}", done, total)
 
 
 def fit_all(states: StateSet, options: TrainOptions, progress: Progress) -> Predictor:

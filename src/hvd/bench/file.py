@@ -132,7 +132,7 @@ def read_bench(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        content = _parsed(path.read_text("utf-8"))
+        content: dict[str, Any] = _parsed(path.read_text("utf-8"))
         if content["format"] not in (1, FORMAT):
             raise ConfigError(f"{path} has format {content['format']!r}; this hvd reads 1 to {FORMAT}")
         content = content if content["format"] == FORMAT else _upgraded(content)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from hvd.cli.common import SEED
-from hvd.cli.console import emit_json, note, progress_bar, stdout_console
+from hvd.cli.console import NARROW, emit_json, note, progress_bar, stdout_console
 from hvd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from hvd.training.replay import SimulatedHead
 
 GAINS = 5
+_STAGES = ("read", "tokenize", "replay", "train", "compare")
 _FILES = 6
 _BAR = 30
 
@@ -100,13 +103,29 @@ def analyze(
         keep_loops=keep_loops,
         seed=seed,
     )
-    with progress_bar() as progress:
-        found = run(logs, options, progress)
-    _say_faults(found.files)
+    stages = 3 if no_train else 5 if train is None else 6
+    with ExitStack() as bar:
+        progress = bar.enter_context(progress_bar())
+
+        def replayed(found: Analysis) -> None:
+            nonlocal progress
+            bar.close()  # two that draw on one terminal disturb each other
+            _say_faults(found.files)
+            if not as_json:
+                _print(found, show_text)
+            progress = bar.enter_context(progress_bar())
+
+        found = run(logs, options, lambda what, done, total: progress(_stage(what, stages), done, total), replayed)
     if as_json:
         emit_json(found.as_json(show_text=show_text))
     else:
-        _print(found, show_text, train)
+        _print_lines(_training(found, train))
+
+
+def _stage(what: str, stages: int) -> str:
+    """What is being done, with the number of its stage."""
+    number = next((i for i, name in enumerate(_STAGES, start=1) if what.startswith(name)), stages)
+    return f"{number} of {stages}: {what}"
 
 
 def _head(acceptance: float | None, length: int) -> SimulatedHead | None:
@@ -125,19 +144,19 @@ def _say_faults(files: Iterable[FileTally]) -> None:
             note(f"{tally.path}: {tally.broken} broken lines in all")
 
 
-def _print(found: Analysis, show_text: bool, train: Path | None) -> None:
-    console = stdout_console()
-    for line in _head_lines(found):
-        console.print(line, soft_wrap=True, markup=False)
-    console.print(_policies(found))
-    for line in (
-        *_payoffs(found),
-        *_sources(found),
-        *_gains(found, show_text),
-        *_loops(found),
-        *_training(found, train),
-    ):
-        console.print(line, soft_wrap=True, markup=False)
+def _print(found: Analysis, show_text: bool) -> None:
+    """Everything but the training."""
+    _print_lines(_head_lines(found))
+    stdout_console(NARROW).print(_policies(found))
+    _print_lines((*_payoffs(found), *_sources(found), *_gains(found, show_text), *_loops(found)))
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    """Wrapped at words on a terminal; elsewhere each stays one line, for grep."""
+    console = stdout_console(NARROW)
+    for line in lines:
+        console.print(line, soft_wrap=not console.is_terminal, markup=False)
+    sys.stdout.flush()
 
 
 def _head_lines(found: Analysis) -> Iterator[str]:
@@ -172,9 +191,11 @@ def _unit(tally: FileTally) -> str:
 
 
 def _policies(found: Analysis) -> Table:
+    from rich import box
     from rich.table import Table
 
-    table = Table("policy", "tokens per cycle", "tokens/s", "speed-up", "95 % interval", "slower than oracle")
+    names = ("policy", "tok/cycle", "tokens/s", "speed-up", "95 % interval", "regret")
+    table = Table(*names, box=box.SIMPLE_HEAD)
     for policy in found.policies:
         low, high = found.intervals[policy.name]
         total = policy.total
@@ -221,13 +242,22 @@ def _gains(found: Analysis, show_text: bool) -> Iterator[str]:
     best = [gain for gain in found.gains if gain.speedup > 1.0][:GAINS]
     if best:
         yield "Most time is saved on:"
+    names = [Path(tally.path).name for tally in found.files]
+    short = {tally.path: name for tally, name in zip(found.files, names, strict=True) if names.count(name) == 1}
     for gain in best:
         most = f", most of it from {gain.copied}" if gain.copied else ""
         text = f"  {gain.text[:60]!r}" if show_text and gain.text else ""
         yield (
-            f"  {gain.source}: {gain.tokens} tokens, {gain.speedup:.2f}x, saves {gain.plain - gain.seconds:.2f} s, "
+            f"  {_shortened(gain.source, short)}: {gain.tokens} tokens, {gain.speedup:.2f}x, "
+            f"saves {gain.plain - gain.seconds:.2f} s, "
             f"{gain.share:.0%} from the cache{most}{text}"
         )
+
+
+def _shortened(source: str, short: Mapping[str, str]) -> str:
+    """ "file:line" without the file's directories; the id of a trace as it is."""
+    path, colon, line = source.rpartition(":")
+    return short.get(path, path) + colon + line
 
 
 def _loops(found: Analysis) -> Iterator[str]:
@@ -248,7 +278,9 @@ def _training(found: Analysis, train: Path | None) -> Iterator[str]:
     gain = ""
     if training.gain == training.gain:
         gain = f" {training.gain:+.1%} tokens/s ({training.low:+.1%} to {training.high:+.1%});"
-    yield f"Training a predictor on these logs: {training.verdict.value}.{gain} {training.reason}"
+    nothing = training.verdict.value == "no" and training.low <= 0.0 <= training.high
+    verdict = "" if nothing else f" {training.verdict.value}."
+    yield f"Training a predictor on these logs:{verdict}{gain} {training.reason}"
     if training.file:
         yield f"Written: {training.file}; use it with --predictor"
     elif train is not None:

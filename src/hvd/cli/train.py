@@ -68,7 +68,9 @@ def predictor(
 
     options = TrainOptions(most_states=max_states, keep_loops=keep_loops, shared=shared, seed=seed)
     with progress_bar() as progress:
-        report = train_predictor(traces, out, kind, test_paths=test or None, options=options, progress=progress)
+        report = train_predictor(
+            traces, out, kind, test_paths=test or None, options=options, progress=progress, collected=_warn_of_few
+        )
     if as_json:
         emit_json(report.to_dict())
         return
@@ -77,17 +79,19 @@ def predictor(
     _print(report.judged)
     note(f"{report.traces} traces ({report.looped} cut at a loop), {report.groups} groups, {report.states} states "
          f"({report.test_states} held out, {report.censored} left out as cut off)")  # fmt: skip
-    if report.test_states < FEW_STATES:
-        note(f"WARNING: only {report.test_states} states to judge by, so the figures say little, and some do not exist "
-             f"(-); collect more traces, or give --test")  # fmt: skip
 
 
 FEW_STATES = 200
 """Held-out states below which the judgement comes with a warning."""
 
 
-def _print(judged: tuple[StatesReport, ...]) -> None:
+def _warn_of_few(states: int) -> None:
+    if states < FEW_STATES:
+        note(f"WARNING: only {states} states to judge by, so the figures say little, and some do not exist (-); "
+             "collect more traces, or give --test")  # fmt: skip
 
+
+def _print(judged: tuple[StatesReport, ...]) -> None:
     for report in judged:
         stdout_console().print(_table(report))
 
