@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from hvd.bench.file import BenchFile, read_bench
-from hvd.bench.runner import Outcome
+from hvd.bench.runner import Outcome, Runner
 from hvd.cli.bench import EVERY_POLICY
 from hvd.cli.bench_tables import by_group, overview
 from hvd.cli.common import ModelOptions
@@ -154,6 +156,37 @@ def test_adding_up_takes_a_small_part_of_the_time(tmp_path: Path, monkeypatch: p
         file.add(Outcome())
         now[0] += 5.0
     assert writes == [0.0, 210.0, 420.0]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_an_end_from_outside_leaves_the_file_and_says_how_to_go_on(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    out = tmp_path / "out.json"
+    given = ("--data", str(tmp_path / "chat.jsonl"), "--policies", "cache", "--no-analysis", "--json", str(out))
+    run, done = Runner.run, list[int]()
+    number = getattr(signal, name)
+    before = signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
+
+    def stopped(runner: Runner, *arguments: Any) -> Outcome:
+        if done:
+            os.kill(os.getpid(), number)
+        done.append(1)
+        return run(runner, *arguments)
+
+    monkeypatch.setattr(Runner, "run", stopped)
+    usual = signal.getsignal(number)
+    code, said = bench(*given)
+    left = signal.signal(number, before)
+    assert code == 130
+    assert f"PARTIAL: 1 of 3 conversations were measured; the same command with --resume goes on with {out}" in said
+    assert len({record["id"] for record in read_bench(out)["records"]}) == 1
+    assert left == usual
+    monkeypatch.setattr(Runner, "run", run)
+    code, said = bench(*given, "--resume")
+    assert code == 0
+    assert "PARTIAL" not in said
+    assert "only 3 prompts: too few to conclude anything from" in said
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from hvd.bench.ratios import PLAIN, Record
 from hvd.training.report import without_nan
 
 AGAIN = "plain-again"
+FEW_PROMPTS = 10
+"""Prompts below which figures say next to nothing."""
 LEVELS = ("dataset", "category", "all")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd.cli.common import SEED, ModelOptions, check_policies, model_options, read_conversations
-from hvd.cli.console import note, progress_bar, stdout_console
+from hvd.cli.console import note, progress_bar, stdout_console, stopped_like_ctrl_c
 from hvd.cli.report import write_report
 from hvd.config import SamplingParams
 from hvd.errors import ConfigError, RequestError
@@ -182,18 +182,31 @@ def bench(options: ModelOptions, **given: Any) -> None:
     file = BenchFile(
         what.out, _model(base.target.spec, options, head), settings, data, peers=took_part, resume=what.resume
     )
+    whole = False
     try:
-        _run(runner, prompts, file)
+        with stopped_like_ctrl_c():
+            _run(runner, prompts, file)
+        whole = True
     finally:
         if file.records:
             file.write()
             if what.html is not None:
                 write_report([file.content()], what.html)
         _report(file)
+        if not whole:
+            _say_partial(file, prompts, what.out)
     if not file.records:
         raise RequestError("nothing was measured: no prompt could be run")
     if not all(record["identical"] for record in file.records if record["peer"] is None):
         raise click.exceptions.Exit(1)
+
+
+def _say_partial(file: BenchFile, prompts: Sequence[Prompt], out: Path | None) -> None:
+    from hvd.traces.conversation import turn_ids
+
+    done = sum(file.done(turn_ids(prompt)) for prompt in prompts)
+    more = "" if out is None or not file.records else f"; the same command with --resume goes on with {out}"
+    note(f"PARTIAL: {done} of {len(prompts)} conversations were measured{more}")
 
 
 def _names(given: str) -> list[str]:
@@ -313,11 +326,19 @@ def _report(file: BenchFile) -> None:
                     console.print(table)
     _notes(file, summary)
     if file.records:
-        console.print(f"output identical: {'yes' if summary['identical'] else 'NO'} ({summary['prompts']} prompts)")
+        console.print(f"output identical: {'yes' if summary['identical'] else 'NO'} ({_prompts_said(summary)})")
+
+
+def _prompts_said(summary: Mapping[str, Any]) -> str:
+    return f"{summary['prompts']} prompt{'' if summary['prompts'] == 1 else 's'}"
 
 
 def _notes(file: BenchFile, summary: Mapping[str, Any]) -> None:
     """What was left out or differs."""
+    from hvd.bench.report import FEW_PROMPTS
+
+    if 0 < summary["prompts"] < FEW_PROMPTS:
+        note(f"only {_prompts_said(summary)}: too few to conclude anything from")
     if file.skipped:
         note(f"{len(file.skipped)} prompts were skipped, the first: {file.skipped[0]['id']}: {file.skipped[0]['why']}")
     if file.failed:

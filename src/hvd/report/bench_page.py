@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvd.bench.report import FEW_PROMPTS
 from hvd.report import bench_findings, bench_sections
 from hvd.report.bench_sections import section
 from hvd.report.bench_view import AGAIN, PLAIN, BenchView
@@ -114,13 +115,13 @@ def _headline(view: BenchView) -> str:
     tiles = [
         (
             f"{row['speedup_macro']:.2f}\u00d7",
-            f"plain decoding\u2019s speed with {main}, over {len(sets)} sets{between}",
+            f"plain decoding\u2019s speed with {main}, over {_counted(len(sets), 'set')}{between}",
             "hero",
         ),
         (f"{row['tokens_per_cycle']:.2f}", "tokens per cycle", ""),
         *([(f"{sets[worst]:.2f}\u00d7", f"lowest: {worst}", "")] if worst is not None else []),
         ("yes" if summary["identical"] else "NO", "all outputs identical", "" if summary["identical"] else "bad"),
-        (f"{row['prompts']}", "prompts", ""),
+        (f"{row['prompts']}", "prompt" if row["prompts"] == 1 else "prompts", ""),
         *([(f"{abs(noise['micro'] - 1):.1%}", "noise, plain measured twice", "")] if noise else []),
     ]
     shown = "".join(
@@ -128,7 +129,14 @@ def _headline(view: BenchView) -> str:
         "</div>"
         for value, what, kind in tiles
     )
-    return f'<div class="tiles">{shown}</div>{_different(view)}'
+    few = ""
+    if row["prompts"] < FEW_PROMPTS:
+        few = f'<p class="caption">Only {_counted(row["prompts"], "prompt")}: too few to conclude anything from.</p>'
+    return f'<div class="tiles">{shown}</div>{few}{_different(view)}'
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _different(view: BenchView) -> str:
