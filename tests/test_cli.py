@@ -17,7 +17,7 @@ from rich.console import Console
 from hvd.cli.common import ModelOptions
 from hvd.cli.demo.command import scenes
 from hvd.cli.demo.show import Stage
-from hvd.cli.main import main
+from hvd.cli.main import hvd, main
 from hvd.config import EngineConfig
 from hvd.engine.llm import LLM
 from hvd.engine.text import Piece
@@ -132,6 +132,8 @@ def test_the_prompt_may_come_from_a_file_or_from_stdin(
     with file.open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         assert generate_json(run, "--file", "-")["token_ids"] == expected
+        stdin.seek(0)
+        assert generate_json(run)["token_ids"] == expected
 
 
 def test_stops_end_the_answer(fake: FakeTarget, run: Run) -> None:
@@ -150,8 +152,8 @@ def test_stops_end_the_answer(fake: FakeTarget, run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), ["give a prompt or --file"]),
-        (("abc", "--file", "x"), ["give a prompt or --file"]),
+        ((), ["no prompt", "--file", "pipe"]),
+        (("abc", "--file", "x"), ["give a prompt or --file FILE, not both"]),
         (("",), ["prompt is empty"]),
         (("  \n",), ["prompt is empty"]),
         (("abc", "--policy", "fastest"), ["unknown policy 'fastest'", "match-len"]),
@@ -180,8 +182,9 @@ def test_stops_end_the_answer(fake: FakeTarget, run: Run) -> None:
     ],
 )  # fmt: skip
 def test_what_cant_be_served_gets_one_line_and_exit_code_2(
-    arguments: tuple[str, ...], words: list[str], fake: FakeTarget, run: Run
+    arguments: tuple[str, ...], words: list[str], fake: FakeTarget, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     refused(run("generate", "--model", "fake", "--json", *arguments), *words)
 
 
@@ -264,6 +267,11 @@ def test_a_letter_that_the_terminal_lacks_is_a_question_mark() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "a ?\n", "")
 
 
+def test_help_lists_every_command(run: Run) -> None:
+    listed = [line.split()[0] for line in run("--help")[1].split("Commands:")[1].splitlines() if line.strip()]
+    assert set(hvd.commands) <= set(listed)
+
+
 def test_every_command_has_help_with_an_example(run: Run) -> None:
     for command in ("generate", "convert", "profile", "trace collect", "trace import", "trace show", "train predictor",
                     "replay", "bench", "demo"):  # fmt: skip
@@ -281,6 +289,13 @@ def tiny(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HVD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return str(tiny_model("llama", vocab=V, hidden=64, intermediate=128))
+
+
+def test_a_first_start_says_that_it_converts(tiny: str, run: Run) -> None:
+    wanted = ("generate", "abc", "--model", tiny, "--weights", "fp32", "--max-tokens", "2")
+    code, _, err = run(*wanted)
+    assert (code, err) == (0, "converting the model, once; later starts find it converted\n")
+    assert run(*wanted)[2] == ""
 
 
 def test_a_model_is_converted_once(tiny: str, run: Run) -> None:

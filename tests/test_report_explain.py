@@ -325,6 +325,11 @@ def test_a_long_answer_stays_below_three_megabytes() -> None:
     assert len(explain_page(worst_case(), "long").encode()) < 3_000_000
 
 
+def test_the_legend_has_every_ground() -> None:
+    legend = explain_page(worst_case(1)).split('class="legend"')[1].split("</ul>")[0]
+    assert [f'swatch {kind}"' in legend for kind in ("plain", "cache", "from")] == [True] * 3
+
+
 def test_the_page_counts_lengths_as_python_does() -> None:
     survival = np.asarray([1.0, 0.5, 0.25, 0.0])
     request = worst_case(1)

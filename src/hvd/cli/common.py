@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from hvd.cli.console import note, progress_bar
+from hvd.cli.console import Progress, note, progress_bar
 from hvd.config import EngineConfig, SamplingParams
 from hvd.errors import ConfigError
 
@@ -52,8 +53,22 @@ class ModelOptions:
                 predictor=self.predictor,
                 cost=self.cost,
                 config=config,
-                progress=progress,
+                progress=_announced(progress),
             )
+
+
+def _announced(progress: Progress) -> Progress:
+    """The progress of a conversion, which is said in one line where no bar can be seen."""
+    silent = not sys.stderr.isatty()
+
+    def call(what: str, done: int, total: int) -> None:
+        nonlocal silent
+        if silent:
+            note("converting the model, once; later starts find it converted")
+            silent = False
+        progress(what, done, total)
+
+    return call
 
 
 _MODEL = (

@@ -81,12 +81,22 @@ def generate(
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt of the command line, one way or the other. ConfigError for none or both, RequestError when empty."""
-    if (prompt is None) == (file is None):
-        raise ConfigError("give a prompt or --file FILE, one of them ('--file -' reads stdin)")
+    """The prompt of the command line, of a file or of a pipe. ConfigError for none or two, RequestError when empty."""
+    if prompt is not None and file is not None:
+        raise ConfigError("give a prompt or --file FILE, not both")
+    if prompt is None and file is None:
+        return _piped_prompt()
     text = prompt if prompt is not None else read_text(str(file))
     if not text.strip():
         raise RequestError("the prompt is empty; give some text")
+    return text
+
+
+def _piped_prompt() -> str:
+    piped = sys.stdin is not None and not sys.stdin.isatty()
+    text = read_text("-") if piped else ""
+    if not text.strip():
+        raise ConfigError("no prompt: give one as an argument, with --file FILE, or through a pipe")
     return text
 
 

@@ -34,7 +34,7 @@ class Scene:
     max_tokens: int
 
 
-@click.command(hidden=True)
+@click.command()
 @click.option("--model", "-m", help=f"Model to use ({MODEL_FILE} out of the package {PACKAGE} when not given).")
 @click.option("--eagle3", default="auto", help="EAGLE3 head: directory or hub id; auto: the one that ships, if any.")
 @click.option("--predictor", multiple=True, help="Payoff predictor made by 'hvd train predictor'.")
