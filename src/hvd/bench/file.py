@@ -21,7 +21,8 @@ from hvd.payoff.files import write_whole
 FORMAT = 2
 _SPARE = 20
 """Writing, which adds everything up anew, takes at most one part in so many of the time."""
-_DIGITS = 18
+_DIGITS = 20
+"""Of the largest integer, a seed of 64 bits."""
 _LISTS = ("records", "findings", "skipped", "failed")
 
 

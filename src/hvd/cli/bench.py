@@ -232,7 +232,7 @@ def _prompts(what: BenchOptions) -> tuple[list[Prompt], dict[str, Any]]:
     elif what.suite == "paper":
         found = paper_sets(Hub(), _names(what.sets), what.split, what.limit, note, what.data_dir)
     if found.missing:
-        note(f"{len(found.missing)} sets could not be had: {describe(found.missing)}")
+        note(f"{_counted(len(found.missing), 'set')} could not be had: {describe(found.missing)}")
     prompts = [replace(prompt, turns=prompt.turns[: what.turns]) for prompt in found.prompts]
     if what.data:
         prompts += read_conversations(what.data, what.split, what.limit, what.turns)
@@ -294,7 +294,7 @@ def _run(runner: Runner, prompts: Sequence[Prompt], file: BenchFile) -> None:
     if len(todo) < len(prompts):
         note(f"resuming: {len(prompts) - len(todo)} of {len(prompts)} conversations are there already")
     if todo:
-        note(f"{total} prompts x {len(runner.policies)} policies: {', '.join(runner.policies)}")
+        note(f"{_counted(total, 'prompt')} x {len(runner.policies)} policies: {', '.join(runner.policies)}")
         runner.warm_up()
     with progress_bar() as progress:
 
@@ -326,11 +326,13 @@ def _report(file: BenchFile) -> None:
                     console.print(table)
     _notes(file, summary)
     if file.records:
-        console.print(f"output identical: {'yes' if summary['identical'] else 'NO'} ({_prompts_said(summary)})")
+        console.print(
+            f"output identical: {'yes' if summary['identical'] else 'NO'} ({_counted(summary['prompts'], 'prompt')})"
+        )
 
 
-def _prompts_said(summary: Mapping[str, Any]) -> str:
-    return f"{summary['prompts']} prompt{'' if summary['prompts'] == 1 else 's'}"
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _notes(file: BenchFile, summary: Mapping[str, Any]) -> None:
@@ -338,7 +340,7 @@ def _notes(file: BenchFile, summary: Mapping[str, Any]) -> None:
     from hvd.bench.report import FEW_PROMPTS
 
     if 0 < summary["prompts"] < FEW_PROMPTS:
-        note(f"only {_prompts_said(summary)}: too few to conclude anything from")
+        note(f"only {_counted(summary['prompts'], 'prompt')}: too few to conclude anything from")
     if file.skipped:
         note(f"{len(file.skipped)} prompts were skipped, the first: {file.skipped[0]['id']}: {file.skipped[0]['why']}")
     if file.failed:
