@@ -281,6 +281,12 @@ def test_intervals_hold_the_figure_and_shrink_to_it_where_all_prompts_agree() ->
     assert np.isnan(ratios.micro(ratios.pairs([], "hvd")).value)
 
 
+def test_one_prompt_a_set_says_nothing_of_its_spread_so_sets_are_drawn() -> None:
+    records = [record(f"{n}/1", p, s) for n in "abc" for p, s in (("plain", 10.0), ("hvd", 2.0 + ord(n) - ord("a")))]
+    found = ratios.macro(ratios.pairs(records, "hvd"))
+    assert 10.0 / 4 <= found.low < found.value < found.high <= 10.0 / 2
+
+
 def test_the_matrix_counts_wins_over_each_baseline() -> None:
     def bench(model: str, scale: float) -> dict[str, Any]:
         seconds = {"plain": (10.0, 10.0), "cache": (4.0, 12.0), "hvd": (5.0 * scale, 8.0)}

@@ -4,8 +4,8 @@
     macro     geometric mean of the micro figures of the group's data sets: each data set counts once
     median    of the prompts' own ratios
 
-Each with a 95 % interval by the percentile bootstrap over prompts (for macro: within each data set). The same records
-give the same intervals.
+Each with a 95 % interval by the percentile bootstrap over prompts (for macro: within each data set; over data sets where
+one of them has a single prompt, which says nothing of its spread). The same records give the same intervals.
 """
 
 from __future__ import annotations
@@ -85,12 +85,13 @@ def macro(of: Pairs) -> Interval:
     if not len(of) or not of.dataset.any():
         return micro(of)
     rng = np.random.default_rng(0)
-    logs, drawn = [], []
-    for dataset in range(int(of.dataset.max()) + 1):
-        here = np.flatnonzero(of.dataset == dataset)
-        logs.append(np.log(_micro(of, here[None])[0]))
-        drawn.append(np.log(_micro(of, rng.choice(here, (RESAMPLES, len(here))))))
-    return _interval(float(np.exp(np.mean(logs))), np.exp(np.mean(drawn, axis=0)))
+    sets = [np.flatnonzero(of.dataset == dataset) for dataset in range(int(of.dataset.max()) + 1)]
+    logs = np.array([np.log(_micro(of, here[None])[0]) for here in sets])
+    if min(map(len, sets)) == 1:
+        drawn = rng.choice(logs, (RESAMPLES, len(logs))).mean(axis=1)
+    else:
+        drawn = np.mean([np.log(_micro(of, rng.choice(here, (RESAMPLES, len(here))))) for here in sets], axis=0)
+    return _interval(float(np.exp(logs.mean())), np.exp(drawn))
 
 
 def median(values: Float64Array) -> Interval:
