@@ -4,8 +4,8 @@
     macro     geometric mean of the micro figures of the group's data sets: each data set counts once
     median    of the prompts' own ratios
 
-Each with a 95 % interval by the percentile bootstrap over prompts (for macro: within each data set; over data sets where
-one of them has a single prompt, which says nothing of its spread). The same records give the same intervals.
+Each with a 95 % interval by the percentile bootstrap over prompts (for macro: within each data set; over data sets
+where one of them has a single prompt, which says nothing of its spread). The same records give the same intervals.
 """
 
 from __future__ import annotations
