@@ -38,7 +38,7 @@ SETS = {
     "rag": ("nq_rag",),
     "long": ("hotpotqa_docs", "musique_docs", "gov_report", "commit_edit"),
 }
-CHAIN, TREE = Eagle3Config(), Eagle3Config(shape="tree", total=32, depth=6, top_k=4)
+CHAIN, TREE = Eagle3Config(min_prob=0.0), Eagle3Config(shape="tree", total=32, depth=6, top_k=4)
 BUCKETS = ((0, 512), (512, 1500), (1500, 3072))
 """Positions in the cache, for accepted length by context."""
 

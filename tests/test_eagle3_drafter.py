@@ -40,7 +40,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def drafter_for(folder: Path, weights: str = "fp32", **config: object) -> Eagle3Drafter:
-    options = Eagle3Config(**config)  # type: ignore[arg-type]
+    options = Eagle3Config(**{"min_prob": 0.0, **config})  # type: ignore[arg-type]
     return load_eagle3_drafter(folder, TARGET, target_tensor, options, weights=weights)
 
 
@@ -85,6 +85,22 @@ def test_chain_is_the_likeliest_token_again_and_again(folder: Path, reference: R
         path.append(token)
     assert len(path) == length
     assert draft.score == pytest.approx(np.cumprod(draft.probs).sum(), rel=1e-5)
+
+
+def test_a_chain_ends_where_the_head_no_longer_believes_in_it(folder: Path) -> None:
+    lengths = set()
+    for size in range(12, 30):
+        whole = opened(drafter_for(folder, chain_length=6), some_text(size)).propose(1, 6)
+        assert whole is not None
+        beliefs = np.cumprod(whole.probs.astype(np.float64))
+        drafter = opened(drafter_for(folder, chain_length=6, min_prob=0.15), some_text(size))
+        draft = drafter.propose(1, 6)
+        assert draft is not None
+        expected = max(1, int((beliefs >= 0.15).sum()))
+        assert draft.tokens.tolist() == whole.tokens[:expected].tolist()
+        assert len(opened(drafter.unhesitating(), some_text(size)).propose(1, 6) or ()) == 6
+        lengths.add(len(draft))
+    assert len(lengths) > 1
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
@@ -290,7 +306,9 @@ def test_layers_are_picked_from_those_that_the_target_gives(folder: Path) -> Non
     expected = opened(drafter_for(folder), text).propose(1, 4)
     low, middle, high = np.split(text[1], 3, axis=1)
     wide = np.concatenate([np.full_like(low, np.nan), high, low, middle], axis=1)
-    drafter = Eagle3Drafter(NumpyHead(load_eagle3(folder, TARGET, target_tensor)), Eagle3Config(), (1, 9, 2, 6))
+    drafter = Eagle3Drafter(
+        NumpyHead(load_eagle3(folder, TARGET, target_tensor)), Eagle3Config(min_prob=0.0), (1, 9, 2, 6)
+    )
     drafter.open(1)
     rows = np.concatenate([np.zeros((1, 64), np.float32), wide[:-1]])
     drafter.observe(1, np.asarray(text[0], np.int32), rows, prompt=True)

@@ -144,7 +144,7 @@ import numpy as np
 from tiny_head import TARGET, target_tensor
 from hvd.config import Eagle3Config
 from hvd.drafters.eagle3 import load_eagle3_drafter
-drafter = load_eagle3_drafter({str(head_folder)!r}, TARGET, target_tensor, Eagle3Config())
+drafter = load_eagle3_drafter({str(head_folder)!r}, TARGET, target_tensor, Eagle3Config(min_prob=0.0))
 drafter.open(1)
 drafter.observe(1, np.zeros(9, np.int32), np.ones((9, 48), np.float32), prompt=True)
 print(len(drafter.propose(1, 4)))

@@ -160,7 +160,8 @@ class Eagle3Config:
     """How the EAGLE3 head drafts.
 
     shape         "chain": one token a pass; "tree": dynamic tree, `depth` passes of `top_k` nodes, best `total` kept
-    chain_length  tokens of a chain
+    chain_length  most tokens of a chain
+    min_prob      a chain ends where the head's own probability of all of it falls below this; 0 = never
     total         nodes kept of a tree
     depth         levels of a tree
     top_k         nodes expanded a level, and children each is given
@@ -168,6 +169,7 @@ class Eagle3Config:
 
     shape: str = "chain"
     chain_length: int = 4
+    min_prob: float = 0.15
     total: int = 32
     depth: int = 8
     top_k: int = 4
@@ -177,6 +179,7 @@ class Eagle3Config:
             raise ConfigError(f"eagle3 shape must be 'chain' or 'tree', got {self.shape!r}")
         for name in ("chain_length", "total", "depth", "top_k"):
             _integer(name, getattr(self, name), 1, 1024)
+        _number("min_prob", self.min_prob, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ draft writes behind them is scratch. So a draft depends on the committed text al
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,7 +102,10 @@ class Eagle3Drafter(Drafter):
             self._catch_up(request)
 
     def propose(self, key: int, room: int) -> Draft | None:
-        """Draft min(room, limit) tokens; None past the head's position limit, or before it has a pair to start from."""
+        """Draft min(room, limit) tokens, of a chain fewer where the head does not believe in more (`min_prob`).
+
+        None past the head's position limit, or before it has a pair to start from.
+        """
         length = min(room, self.limit(key))
         if length <= 0:
             return None
@@ -127,6 +131,12 @@ class Eagle3Drafter(Drafter):
     def backlog(self, key: int) -> int:
         """Committed tokens that the head has yet to eat before it drafts."""
         return self._requests[key].backlog
+
+    def unhesitating(self) -> Eagle3Drafter:
+        """A drafter over the same head, without requests, whose chains never end early: for measuring the cost."""
+        other = copy.copy(self)
+        other.config, other._requests = replace(self.config, min_prob=0.0), {}
+        return other
 
     # -- the committed text -------------------------------------------------------------------------------------------
 
@@ -167,8 +177,8 @@ class Eagle3Drafter(Drafter):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def _chain(self, cache: HeadCache, output: HeadOutput, length: int) -> Draft:
-        """The likeliest token, again and again."""
-        tokens, probs = np.empty(length, np.int32), np.empty(length, np.float32)
+        """The likeliest token, again and again, while the head believes in the whole chain; one token at least."""
+        tokens, probs, belief, count = np.empty(length, np.int32), np.empty(length, np.float32), 1.0, 0
         for depth in range(length):
             if depth > 0:
                 output = self.head.forward(
@@ -176,6 +186,11 @@ class Eagle3Drafter(Drafter):
                 )
             best, logprobs = _likeliest(output.logits, 1)
             tokens[depth], probs[depth] = self.head.target_ids[best[0, 0]], np.exp(logprobs[0, 0])
+            belief *= float(probs[depth])
+            if depth > 0 and belief < self.config.min_prob:
+                break
+            count = depth + 1
+        tokens, probs = tokens[:count], probs[:count]
         return Draft.chain(tokens, self.arm, probs, score=float(np.cumprod(probs).sum()))
 
     def _tree(self, cache: HeadCache, output: HeadOutput, total: int, levels: int) -> Draft:

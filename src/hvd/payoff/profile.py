@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from hvd.drafters.base import Drafter
+from hvd.drafters.eagle3 import Eagle3Drafter
 from hvd.errors import ConfigError, PredictorError
 from hvd.models.onnx_cache import cache_root
 from hvd.models.target import KVCache, Span, Target
@@ -142,6 +143,7 @@ def _pass(target: Target, cache: KVCache, width: int) -> float:
 
 def _measure_head(target: Target, head: Drafter, context: int) -> tuple[Surface, float]:
     """Drafting by length with one token of backlog, and the seconds of each further token of it."""
+    head = head.unhesitating() if isinstance(head, Eagle3Drafter) else head
     head.open(_KEY)
     try:
         _observe(target, head, context // 2, prompt=True)
