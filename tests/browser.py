@@ -97,6 +97,7 @@ class Browser:
         """Press a key."""
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=name, code=name, text="\r" if name == "Enter" else "")
+        self._settle()
 
     def click(self, selector: str) -> None:
         """Click the middle of the first piece of an element, scrolled into view."""
@@ -107,6 +108,7 @@ class Browser:
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+        self._settle()
 
     def hover(self, selector: str) -> None:
         """Move the mouse over an element."""
@@ -115,6 +117,11 @@ class Browser:
             "return [b.x + b.width / 2, b.y + b.height / 2] })()"
         )
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let the page do what the input sets off: some of its events (toggle, scroll) come a frame later."""
+        self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 20))))")
 
     def shoot(self, path: Path, *, whole: bool = False) -> None:
         """Write a picture of the window, or of the whole page."""
