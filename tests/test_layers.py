@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "hvd"
 ROOMS = [
-    ("types", "config", "errors"),
+    ("types", "config", "errors", "jit"),
     ("chat_template", "detokenizer", "tokenizer"),
     ("models",),
     ("drafters",),

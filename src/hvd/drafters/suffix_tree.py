@@ -13,20 +13,17 @@ subwords of a text", 1985. Drafting rules: SuffixDecoding, arXiv 2411.04975, as 
 
 Functions here take tokens and a `Rules` tuple and know neither requests nor scopes; see suffix.py for those. Importing
 this module imports Numba; the first call compiles, later processes load the compiled code from Numba's cache (beside
-this file, or in the user's cache folder when that is read-only). All of it is in one file because that cache notices
-changes in a function's own file only.
+this file, or in the user's cache folder when that is read-only). All kernels are in one file: `hvd/jit.py` says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd import jit
 from hvd.types import Float32Array, Int32Array, Int64Array
 
 UInt8Array = NDArray[np.uint8]
@@ -49,15 +46,6 @@ LEAST_COPY = 3
 """A draft behind a match at least so long is taken for a copy: where the text leaves it, its rest is remembered."""
 RESYNC = 8
 """Most tokens compared to find the place in a copy at which a text has come back to it."""
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _jit(function: _Function) -> _Function:
-    try:
-        return cast(_Function, numba.njit(cache=True, error_model="numpy")(function))
-    except RuntimeError:  # no folder for the cache can be written: every process compiles
-        return cast(_Function, numba.njit(error_model="numpy")(function))
 
 
 class Rules(NamedTuple):
@@ -105,13 +93,13 @@ class Buffers(NamedTuple):
 # ---------------------------------------------------------------------------------------------------- structure
 
 
-@_jit
+@jit.jit
 def _slot(state: int, token: int, mask: int) -> int:
     mixed = state * 0x9E3779B97F4A7C1 + token * 0x2545F4914F6CDD1D
     return (mixed ^ (mixed >> 29)) & mask
 
 
-@_jit
+@jit.jit
 def _find(tree: Arrays, state: int, token: int) -> int:
     """The edge of `state` for `token`, or NONE."""
     edges = tree.edges
@@ -132,7 +120,7 @@ def _find(tree: Arrays, state: int, token: int) -> int:
         slot = (slot + 1) & mask
 
 
-@_jit
+@jit.jit
 def _new_state(tree: Arrays, length: int, link: int, count: int) -> int:
     state: int = tree.meta[N_STATES]
     tree.meta[N_STATES] += 1
@@ -148,7 +136,7 @@ def _new_state(tree: Arrays, length: int, link: int, count: int) -> int:
     return state
 
 
-@_jit
+@jit.jit
 def _enter(tree: Arrays, edge: int) -> None:
     """Put an edge into the table."""
     mask = tree.table.size - 1
@@ -158,7 +146,7 @@ def _enter(tree: Arrays, edge: int) -> None:
     tree.table[slot] = edge + 1
 
 
-@_jit
+@jit.jit
 def _new_edge(tree: Arrays, state: int, token: int, target: int, seen: int, rank: int) -> int:
     edge: int = tree.meta[N_EDGES]
     tree.meta[N_EDGES] += 1
@@ -182,7 +170,7 @@ def _new_edge(tree: Arrays, state: int, token: int, target: int, seen: int, rank
     return edge
 
 
-@_jit
+@jit.jit
 def _split(tree: Arrays, parent: int, token: int, state: int) -> int:
     """Give the substrings of `state` no longer than parent's longest + `token` a state of their own, and return it."""
     states, edges = tree.states, tree.edges
@@ -204,7 +192,7 @@ def _split(tree: Arrays, parent: int, token: int, state: int) -> int:
     return upper
 
 
-@_jit
+@jit.jit
 def _extend(tree: Arrays, token: int) -> None:
     """Append `token` to the text whose end is LAST. New edges have SEEN 0 until `_count` comes by."""
     states, edges = tree.states, tree.edges
@@ -233,7 +221,7 @@ def _extend(tree: Arrays, token: int) -> None:
 # ------------------------------------------------------------------------------------------------------- counts
 
 
-@_jit
+@jit.jit
 def _leads_equals(tree: Arrays, state: int, edge: int) -> bool:
     """Whether no edge of `state` seen as often as `edge` comes before it in ArcticInference's order."""
     edges = tree.edges
@@ -252,7 +240,7 @@ def _leads_equals(tree: Arrays, state: int, edge: int) -> bool:
     return True
 
 
-@_jit
+@jit.jit
 def _see_arctic(tree: Arrays, state: int, edge: int) -> None:
     """Count `edge` once more; ties as ArcticInference 0.3.0 breaks them.
 
@@ -270,7 +258,7 @@ def _see_arctic(tree: Arrays, state: int, edge: int) -> None:
         tree.states[state, BEST] = edge
 
 
-@_jit
+@jit.jit
 def _see(tree: Arrays, state: int, edge: int) -> None:
     """Count `edge` once more; of equals the one seen last is the best."""
     tree.edges[edge, SEEN] += 1
@@ -278,7 +266,7 @@ def _see(tree: Arrays, state: int, edge: int) -> None:
         tree.states[state, BEST] = edge
 
 
-@_jit
+@jit.jit
 def _slide(tree: Arrays, state: int, length: int, limit: int) -> tuple[int, int]:
     """Shorten a substring of `state` by its first token if it is longer than `limit`."""
     if length <= limit:
@@ -287,7 +275,7 @@ def _slide(tree: Arrays, state: int, length: int, limit: int) -> tuple[int, int]
     return (link if tree.states[link, LENGTH] >= limit else state), limit
 
 
-@_jit
+@jit.jit
 def _shorten(tree: Arrays, state: int, length: int) -> int:
     """The state of the last `length` tokens of `state`'s longest substring."""
     while state != ROOT_STATE and tree.states[tree.states[state, LINK], LENGTH] >= length:
@@ -295,7 +283,7 @@ def _shorten(tree: Arrays, state: int, length: int) -> int:
     return state
 
 
-@_jit
+@jit.jit
 def _count(tree: Arrays, token: int, rules: Rules) -> None:
     """Count `token` behind every suffix of up to `depth - 1` tokens of the text before it."""
     states, edges, meta = tree.states, tree.edges, tree.meta
@@ -318,13 +306,13 @@ def _count(tree: Arrays, token: int, rules: Rules) -> None:
     meta[TAIL], meta[TAIL_LENGTH] = _slide(tree, end, meta[TAIL_LENGTH] + 1, rules.depth - 1)
 
 
-@_jit
+@jit.jit
 def _append(tree: Arrays, token: int, rules: Rules) -> None:
     _extend(tree, token)
     _count(tree, token, rules)
 
 
-@_jit
+@jit.jit
 def _advance(tree: Arrays, state: int, length: int, token: int, limit: int) -> tuple[int, int]:
     """State and length, at most `limit`, of the longest suffix of (matched substring + token) that occurs in `tree`."""
     edge = _find(tree, state, token)
@@ -340,7 +328,7 @@ def _advance(tree: Arrays, state: int, length: int, token: int, limit: int) -> t
 # ------------------------------------------------------------------------------------------------------- drafts
 
 
-@_jit
+@jit.jit
 def _walk(tree: Arrays, state: int, length: int, room: int, rules: Rules, out: Buffers) -> tuple[int, np.float32]:
     """Follow the best edges from a matched substring; returns tokens written and their score.
 
@@ -374,7 +362,7 @@ def _walk(tree: Arrays, state: int, length: int, room: int, rules: Rules, out: B
     return n, score
 
 
-@_jit
+@jit.jit
 def _longest(tree: Arrays, state: int, length: int) -> tuple[int, int]:
     """The longest match, no longer than the one given, behind which anything was seen: state and length."""
     while state != ROOT_STATE and tree.states[state, BEST] == NONE:
@@ -383,14 +371,14 @@ def _longest(tree: Arrays, state: int, length: int) -> tuple[int, int]:
     return state, length
 
 
-@_jit
+@jit.jit
 def _cap(match_len: int, room: int, rules: Rules) -> int:
     """Most tokens behind a match of this length in arctic mode."""
     spec = int(np.float64(np.float32(match_len) * rules.factor + rules.offset) + 1e-6)
     return max(0, min(room, spec, rules.depth - match_len))
 
 
-@_jit
+@jit.jit
 def _score_maximal(
     tree: Arrays, state: int, length: int, room: int, rules: Rules, out: Buffers
 ) -> tuple[int, int, int, np.float32]:
@@ -415,7 +403,7 @@ def _score_maximal(
     return best_state, best_match, best_n, best_score
 
 
-@_jit
+@jit.jit
 def _score(out: Buffers, n: int) -> np.float32:
     product = np.float32(1.0)
     score = np.float32(0.0)
@@ -431,7 +419,7 @@ def _score(out: Buffers, n: int) -> np.float32:
 N_LEFT, AGE, ORIGIN = range(3)
 
 
-@_jit
+@jit.jit
 def _place(copy: Buffers, n: int, age: int, tail: Int32Array) -> tuple[int, int]:
     """Where in a copy a text that left it goes on: index of the next token, or NONE; and the tokens that say so.
 
@@ -448,7 +436,7 @@ def _place(copy: Buffers, n: int, age: int, tail: Int32Array) -> tuple[int, int]
     return best, most
 
 
-@_jit
+@jit.jit
 def _follow(
     local: Arrays,
     shared: Arrays,
@@ -479,13 +467,13 @@ OWN = -1
 SHARED_STATE, SHARED_LENGTH, TEXT_LENGTH = range(3)
 
 
-@_jit
+@jit.jit
 def _source(tree: Arrays, state: int) -> int:
     text: int = tree.states[tree.edges[tree.states[state, BEST], TARGET], TEXT]
     return text
 
 
-@_jit
+@jit.jit
 def _propose(
     local: Arrays, shared: Arrays, match: Int64Array, room: int, rules: Rules, out: Buffers
 ) -> tuple[int, int, int, np.float32]:
@@ -502,7 +490,7 @@ def _propose(
     return n, other_length, _source(shared, other), score
 
 
-@_jit
+@jit.jit
 def _propose_arctic(
     local: Arrays, shared: Arrays, match: Int64Array, room: int, rules: Rules, out: Buffers
 ) -> tuple[int, int, int, np.float32]:
@@ -518,7 +506,7 @@ def _propose_arctic(
     return other_n, other_length, _source(shared, other), other_score
 
 
-@_jit
+@jit.jit
 def propose(
     local: PackedArrays,
     shared: PackedArrays,
@@ -536,7 +524,7 @@ def propose(
     return _propose(Arrays(*local), Arrays(*shared), match, min(room, named.max_draft), named, Buffers(*out))
 
 
-@_jit
+@jit.jit
 def propose_scored(
     local: PackedArrays,
     shared: PackedArrays,
@@ -565,7 +553,7 @@ def propose_scored(
     return n2, length2, _source(other, state2), score2
 
 
-@_jit
+@jit.jit
 def resume(copy: PackedBuffers, left: Int64Array, tail: Int32Array) -> tuple[int, int]:
     """Where a copy that the text has left goes on (index of the next token, NONE = nowhere); tokens that say so.
 
@@ -574,7 +562,7 @@ def resume(copy: PackedBuffers, left: Int64Array, tail: Int32Array) -> tuple[int
     return _place(Buffers(*copy), left[N_LEFT], left[AGE], tail)
 
 
-@_jit
+@jit.jit
 def observe(
     local: PackedArrays,
     shared: PackedArrays,
@@ -607,7 +595,7 @@ def observe(
         )
 
 
-@_jit
+@jit.jit
 def insert(tree: PackedArrays, tokens: Int32Array, rules: PackedRules) -> None:
     """Add a text of its own to the tree; texts are numbered from 0. tokens: int32 [n]."""
     arrays, named = Arrays(*tree), Rules(*rules)
@@ -618,7 +606,7 @@ def insert(tree: PackedArrays, tokens: Int32Array, rules: PackedRules) -> None:
     arrays.meta[N_TEXTS] += 1
 
 
-@_jit
+@jit.jit
 def rematch(shared: PackedArrays, match: Int64Array, tokens: Int32Array, rules: PackedRules) -> None:
     """Find the text's end anew in a shared tree that has changed. tokens: int32 [n], at least its last `depth`."""
     arrays, named = Arrays(*shared), Rules(*rules)
@@ -628,7 +616,7 @@ def rematch(shared: PackedArrays, match: Int64Array, tokens: Int32Array, rules: 
     match[SHARED_STATE], match[SHARED_LENGTH] = state, length
 
 
-@_jit
+@jit.jit
 def fill_table(tree: PackedArrays) -> None:
     """Enter every edge but the first of each state into an empty table."""
     arrays = Arrays(*tree)
@@ -704,8 +692,4 @@ def buffers(max_draft: int) -> Buffers:
 
 def compiled() -> bool:
     """Whether an earlier process left compiled code that is no older than this file."""
-    folder = cast(Any, observe).stats.cache_path
-    if folder is None:
-        return False
-    source = Path(__file__).stat().st_mtime
-    return any(path.stat().st_mtime >= source for path in Path(folder).glob("suffix_tree.observe-*.nbi"))
+    return jit.compiled(observe)

@@ -5,23 +5,19 @@ a hundred small NumPy calls cost three times what they cost in a loop. Serving a
 features have the same bits in both.
 
 The drafts of a request stand in *slots*: the longest match, the best-scored one, a resumed copy (`features.py`).
-Features have the columns that `features.py` names. All of it is in one file because Numba's cache notices changes in a
-function's own file only.
+Features have the columns that `features.py` names. All kernels are in one file: `hvd/jit.py` says why.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import cache
 from math import exp, log, log1p
-from pathlib import Path
-from typing import Any, TypeVar, cast
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd import jit
 from hvd.types import Float32Array, Float64Array, Int32Array, Int64Array
 
 SLOTS = 3
@@ -57,20 +53,12 @@ COMPILE_SECONDS = 8
 """What compiling took on two cores, about."""
 
 _log = logging.getLogger(__name__)
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _jit(function: _Function) -> _Function:
-    try:
-        return cast(_Function, numba.njit(cache=True, error_model="numpy")(function))
-    except RuntimeError:  # no folder for the cache can be written: every process compiles
-        return cast(_Function, numba.njit(error_model="numpy")(function))
 
 
 # ----------------------------------------------------------------------------------------------------- features
 
 
-@_jit
+@jit.jit
 def _bits(word: np.uint64) -> int:
     count = 0
     while word:
@@ -79,14 +67,14 @@ def _bits(word: np.uint64) -> int:
     return count
 
 
-@_jit
+@jit.jit
 def _hit_rate(hits: np.uint64, window: int, generated: int) -> float:
     """Share of shadow hits in the last `window` generated tokens, half a hit and half a miss added."""
     mask = ~np.uint64(0) >> np.uint64(64 - window)
     return (_bits(hits & mask) + 0.5) / (min(window, generated) + 1.0)
 
 
-@_jit
+@jit.jit
 def _hit_run(hits: np.uint64) -> int:
     run = 0
     while run < 64 and (hits >> np.uint64(run)) & np.uint64(1):
@@ -94,12 +82,12 @@ def _hit_run(hits: np.uint64) -> int:
     return run
 
 
-@_jit
+@jit.jit
 def _class_of(table: NDArray[np.uint8], token: int) -> int:
     return int(table[min(max(token, 0), table.size - 1)])
 
 
-@_jit
+@jit.jit
 def _text_row(row: Float32Array, past: Int64Array, hits: np.uint64, tail: np.uint64) -> None:
     """Facts of the text. Arguments as in `describe`."""
     prompt, generated, behind = past
@@ -118,7 +106,7 @@ def _text_row(row: Float32Array, past: Int64Array, hits: np.uint64, tail: np.uin
         row[at + CLASSES + bit] = seen / max(1, behind)
 
 
-@_jit
+@jit.jit
 def _draft_row(
     row: Float32Array,
     tokens: Int32Array,
@@ -149,7 +137,7 @@ def _draft_row(
         row[at + bit] /= np.float32(n)
 
 
-@_jit
+@jit.jit
 def _agreements(tokens: Int32Array, facts: Float64Array, same: Int64Array) -> None:
     """same [slot, slot]: leading tokens that two drafts have in common; 0 where one is missing."""
     for i in range(SLOTS):
@@ -161,7 +149,7 @@ def _agreements(tokens: Int32Array, facts: Float64Array, same: Int64Array) -> No
             same[i, j] = k
 
 
-@_jit
+@jit.jit
 def _rival_row(
     row: Float32Array, slot: int, counts: Int32Array, probs: Float32Array, facts: Float64Array, same: Int64Array
 ) -> None:
@@ -175,7 +163,7 @@ def _rival_row(
             row[at + 3], row[at + 4] = probs[other, 0], log1p(counts[other, 0])
 
 
-@_jit
+@jit.jit
 def _place_row(
     row: Float32Array,
     k: int,
@@ -202,7 +190,7 @@ def _place_row(
         row[at + CLASSES + bit] = (before >> bit) & 1
 
 
-@_jit
+@jit.jit
 def _state_row(
     row: Float32Array,
     slot: int,
@@ -223,12 +211,12 @@ def _state_row(
     _rival_row(row[end:], slot, counts, probs, facts, same)
 
 
-@_jit
+@jit.jit
 def _last_class(past: Int64Array, tail: np.uint64) -> int:
     return int(tail >> np.uint64(8 * max(0, past[2] - 1))) & 255
 
 
-@_jit
+@jit.jit
 def describe(
     slot: int,
     past: Int64Array,
@@ -270,12 +258,12 @@ def describe(
 # ------------------------------------------------------------------------------------------------------- models
 
 
-@_jit
+@jit.jit
 def _sigmoid(x: float | np.float32) -> np.float32:
     return np.float32(1.0 / (1.0 + exp(-min(60.0, max(-60.0, x)))))
 
 
-@_jit
+@jit.jit
 def _add_product(out: Float32Array, row: Float32Array, weights: Float32Array) -> None:
     """out += row @ weights"""
     for i in range(row.size):
@@ -285,7 +273,7 @@ def _add_product(out: Float32Array, row: Float32Array, weights: Float32Array) ->
                 out[j] += x * weights[i, j]
 
 
-@_jit
+@jit.jit
 def _rest(sizes: Int64Array, flat: Float32Array, x: Float32Array, y: Float32Array) -> np.float32:
     """The layers behind the first, whose output is x. `flat` holds each one's weights, then its bias."""
     at = 0
@@ -304,7 +292,7 @@ def _rest(sizes: Int64Array, flat: Float32Array, x: Float32Array, y: Float32Arra
     return logit
 
 
-@_jit
+@jit.jit
 def _prior(k: int, count: int, parent: int, match: float, run: float, near: float, far: float) -> np.float32:
     """The fallback's formula: see `FallbackSurvival`."""
     odds = log((count + 0.2) / (max(parent - count, 0) + 0.4))
@@ -315,7 +303,7 @@ def _prior(k: int, count: int, parent: int, match: float, run: float, near: floa
     return np.float32(logit)
 
 
-@_jit
+@jit.jit
 def _bucket(slot: int, k: int, match: float, base: int) -> int:
     depth = 0
     for edge in DEPTH_EDGES:
@@ -323,12 +311,12 @@ def _bucket(slot: int, k: int, match: float, base: int) -> int:
     return ((slot * (len(DEPTH_EDGES) + 1) + depth) * 2 + (k == 0)) * (len(RATE_EDGES) + 1) + base
 
 
-@_jit
+@jit.jit
 def _odds(probability: float) -> float:
     return log(probability / (1.0 - probability))
 
 
-@_jit
+@jit.jit
 def forecast(
     past: Int64Array,
     hits: np.uint64,
@@ -408,7 +396,7 @@ def forecast(
                 break
 
 
-@_jit
+@jit.jit
 def learn(
     prior: Float32Array, bucket: Float32Array, tried: int, accepted: int, outcomes: Float64Array, trials: float,
     memory: float,
@@ -433,7 +421,7 @@ def learn(
         outcomes[SHIFT, where] = log(rate * (1.0 - mean) / (mean * (1.0 - rate)))
 
 
-@_jit
+@jit.jit
 def log_losses(
     fallback: Float32Array, trained: Float32Array, tried: int, accepted: int, floor: float
 ) -> tuple[float, float, float]:
@@ -455,19 +443,10 @@ def log_losses(
 # -------------------------------------------------------------------------------------------------- compilation
 
 
-def compiled() -> bool:
-    """Whether an earlier process left compiled code that is no older than this file."""
-    folder = cast(Any, forecast).stats.cache_path
-    if folder is None:
-        return False
-    source = Path(__file__).stat().st_mtime
-    return any(path.stat().st_mtime >= source for path in Path(folder).glob("kernels.forecast-*.nbi"))
-
-
 @cache
 def warm_up() -> None:
     """Load or compile every kernel now rather than within a request; says so, once after an install."""
-    if not compiled():
+    if not jit.compiled(forecast):
         _log.info("compiling the gate, once (about %d s)", COMPILE_SECONDS)
     m, none = 2, np.zeros(0, np.int64)
     ints, floats = np.zeros((SLOTS, m), np.int32), np.zeros((SLOTS, m), np.float32)
