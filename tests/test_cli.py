@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -296,6 +297,8 @@ def test_a_first_start_says_that_it_converts(tiny: str, run: Run) -> None:
     code, _, err = run(*wanted)
     assert (code, err) == (0, "converting the model, once; later starts find it converted\n")
     assert run(*wanted)[2] == ""
+    shutil.rmtree(Path(os.environ["HVD_CACHE"]) / "cost")
+    assert run(*wanted)[2] == "measuring what the model's passes cost here, once; later starts find the costs\n"
 
 
 def test_a_model_is_converted_once(tiny: str, run: Run) -> None:

@@ -24,7 +24,8 @@ from hvd.traces.schema import Trace
 from hvd.training.eagle3 import Eagle3Options, new_head, train_eagle3
 from hvd.training.eagle3_answers import target_answers
 from hvd.training.eagle3_export import write_head
-from hvd.training.eagle3_fit import Fit, FitOptions, Point, Score, evaluate, make_pack
+from hvd.training.eagle3_fit import Fit, FitOptions, Point, Score, evaluate
+from hvd.training.eagle3_packs import make_pack
 from hvd.training.eagle3_place import only_run
 from hvd.training.eagle3_states import StateStore
 from hvd.training.eagle3_text import Document, coverage, documents_of, draft_vocabulary, hold_out

@@ -1,6 +1,7 @@
 """Numba as every kernel here uses it: compiled once, kept on the disk where a folder can be written.
 
-Numba looks for changes in a function's own file only. So kernels that call each other stand in one file, long as it gets.
+Numba looks for changes in a function's own file only. So kernels that call each other stand in one file, long as it
+gets.
 """
 
 from __future__ import annotations

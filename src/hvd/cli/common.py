@@ -57,14 +57,18 @@ class ModelOptions:
             )
 
 
+_CONVERTING = "converting the model, once; later starts find it converted"
+_MEASURING = "measuring what the model's passes cost here, once; later starts find the costs"
+
+
 def _announced(progress: Progress) -> Progress:
-    """The progress of a conversion, which is said in one line where no bar can be seen."""
+    """The same progress; where no bar can be seen, one line says what takes so long."""
     silent = not sys.stderr.isatty()
 
     def call(what: str, done: int, total: int) -> None:
         nonlocal silent
         if silent:
-            note("converting the model, once; later starts find it converted")
+            note(_MEASURING if what == "profile" else _CONVERTING)
             silent = False
         progress(what, done, total)
 

@@ -56,7 +56,7 @@ def collect_traces(
     try:
         while True:
             while len(running) < width and (prompt := next(waiting, None)) is not None:
-                if set(known).issuperset(turn_ids(prompt)):
+                if all(id_ in known for id_ in turn_ids(prompt)):
                     on_turns(len(prompt.turns))
                     continue
                 conversation = Conversation(prompt)
@@ -91,20 +91,21 @@ def _ask(
 ) -> bool:
     """Start the conversation's next turn. False when there is none, or when it can't run."""
     one.stream = None
-    for id_, messages in one.turns:
-        one.id = id_
-        try:
-            ids = llm.chat_prompt(messages)
-            if max_context is not None and len(ids) + (params.max_tokens or 0) > max_context:
-                raise RequestError(f"{len(ids)} prompt tokens and the answer do not fit into {max_context}")
-            one.stream = llm.stream(ids, params)
-        except RequestError as error:
-            warn(f"{id_}: {error}; skipped")
-            left = turn_ids(one.conversation.prompt)
-            on_turns(len(left) - left.index(id_))
-            return False
-        return True
-    return False
+    turn = next(one.turns, None)
+    if turn is None:
+        return False
+    one.id, messages = turn
+    try:
+        ids = llm.chat_prompt(messages)
+        if max_context is not None and len(ids) + (params.max_tokens or 0) > max_context:
+            raise RequestError(f"{len(ids)} prompt tokens and the answer do not fit into {max_context}")
+        one.stream = llm.stream(ids, params)
+    except RequestError as error:
+        warn(f"{one.id}: {error}; skipped")
+        left = turn_ids(one.conversation.prompt)
+        on_turns(len(left) - left.index(one.id))
+        return False
+    return True
 
 
 def as_trace(llm: LLM, prompt: Prompt, id_: str, completion: Completion, params: SamplingParams) -> Trace:

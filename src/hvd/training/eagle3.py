@@ -22,13 +22,14 @@ from hvd.config import SamplingParams
 from hvd.engine.llm import LLM
 from hvd.errors import ConfigError, TrainingError
 from hvd.models.checkpoint import Checkpoint
+from hvd.models.eagle3_tensors import HeadSpec
 from hvd.models.torch_target import TorchTarget
 from hvd.traces.prompts import Prompt
 from hvd.traces.schema import Trace
 from hvd.training.eagle3_answers import Note, Progress, recorded_answers, target_answers
 from hvd.training.eagle3_export import write_head
 from hvd.training.eagle3_fit import Fit, FitOptions, Point
-from hvd.training.eagle3_module import HeadModule, HeadShape
+from hvd.training.eagle3_module import HeadModule
 from hvd.training.eagle3_states import StateStore
 from hvd.training.eagle3_text import Document, coverage, documents_of, draft_vocabulary, hold_out
 from hvd.types import Int64Array
@@ -146,11 +147,15 @@ def train_eagle3(
 
 
 def new_head(checkpoint: Checkpoint, target: TorchTarget, draft_ids: Int64Array, options: Eagle3Options) -> HeadModule:
-    """An untrained head on the target's device. UnsupportedModelError does not occur: every loaded target will do."""
+    """An untrained head on the target's device; every target that loads will do."""
     config, spec = checkpoint.config, target.spec
-    shape = HeadShape(
+    shape = HeadSpec(
         hidden_size=config.hidden_size,
-        aux=len(spec.aux_layers),
+        target_hidden_size=config.hidden_size,
+        aux_layers=spec.aux_layers,
+        num_layers=1,
+        norm_before_residual=False,
+        norm_output=False,
         intermediate_size=options.intermediate or config.intermediate_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,

@@ -23,9 +23,10 @@ from safetensors.torch import save
 
 from hvd.errors import TrainingError
 from hvd.models.config import RopeConfig
+from hvd.models.eagle3_tensors import HeadSpec
 from hvd.models.target import TargetSpec
 from hvd.training.eagle3_fit import Point, rank
-from hvd.training.eagle3_module import HeadModule, HeadShape
+from hvd.training.eagle3_module import HeadModule
 from hvd.types import Int64Array
 
 
@@ -81,7 +82,7 @@ def _tensors(head: HeadModule, draft_ids: Int64Array, vocab_size: int) -> dict[s
     return tensors
 
 
-def head_config(shape: HeadShape, target: TargetSpec) -> dict[str, Any]:
+def head_config(shape: HeadSpec, target: TargetSpec) -> dict[str, Any]:
     """The head's config.json."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -129,7 +130,7 @@ def _rope(rope: RopeConfig) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 
-def model_card(shape: HeadShape, target: TargetSpec, training_args: Mapping[str, Any], curve: Sequence[Point]) -> str:
+def model_card(shape: HeadSpec, target: TargetSpec, training_args: Mapping[str, Any], curve: Sequence[Point]) -> str:
     """README.md of the head: what it is, what it was trained on, how it went."""
     best = max(curve, key=lambda point: rank(point.score))
     rows = "\n".join(

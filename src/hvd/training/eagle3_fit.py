@@ -7,7 +7,7 @@ import io
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,13 @@ import torch
 from hvd.errors import ConfigError, TrainingError
 from hvd.payoff.files import write_whole
 from hvd.training.eagle3_module import HeadModule, Pack
+from hvd.training.eagle3_packs import make_pack, packs_of
 from hvd.training.eagle3_states import StateStore
 from hvd.training.eagle3_text import Document
-from hvd.types import BoolArray
 
 FORMAT = 1
 DIGEST = 32
 """Bytes of the digest at the end of a checkpoint."""
-STRETCH = 16
-"""Tokens of a stretch of prompt that counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +198,7 @@ class Fit:
         """Updates of packs of documents, drawn anew each epoch."""
         documents = self._train[1]
         order = np.random.default_rng((self.options.seed, epoch)).permutation(len(documents)).tolist()
-        packs = list(_packs(order, documents, self.options.length))
+        packs = list(packs_of(order, documents, self.options.length))
         return [packs[i : i + self.options.packs] for i in range(0, len(packs), self.options.packs)]
 
     def _update(self, packs: Sequence[Sequence[int]], rate: float) -> None:
@@ -285,7 +283,7 @@ def evaluate(head: HeadModule, store: StateStore, documents: Sequence[Document],
     device = head.fc.weight.device
     right, valid = np.zeros(options.steps), np.zeros(options.steps)
     total = rows = 0.0
-    for pack in _packs(range(len(documents)), documents, options.length):
+    for pack in packs_of(range(len(documents)), documents, options.length):
         row = make_pack(store, documents, pack, device)
         with torch.no_grad(), _autocast(device, options):
             results = list(head.steps(row, options.steps))
@@ -300,48 +298,6 @@ def evaluate(head: HeadModule, store: StateStore, documents: Sequence[Document],
     chains = right / max(1.0, valid[0])  # P(first k right), over all rows
     accuracy = np.divide(right, valid, out=np.zeros_like(right), where=valid > 0)
     return Score(tuple(np.cumsum(chains).tolist()), tuple(accuracy.tolist()), total / max(1.0, rows))
-
-
-def make_pack(
-    store: StateStore,
-    documents: Sequence[Document],
-    indices: Sequence[int],
-    device: torch.device,
-    prompt_share: float = 0.0,
-    rng: np.random.Generator | None = None,
-) -> Pack:
-    """Lay documents behind each other, on the device. With `rng`, stretches of the prompts count too."""
-    states, final = zip(*(store[i] for i in indices), strict=True)
-    chosen = [documents[i] for i in indices]
-    return Pack(
-        tokens=torch.from_numpy(np.concatenate([d.tokens for d in chosen]).astype(np.int64)).to(device),
-        states=torch.cat(states).to(device).float(),
-        final=torch.cat(final).to(device).float(),
-        counts=torch.from_numpy(np.concatenate([_counts(d, prompt_share, rng) for d in chosen])).to(device),
-        ends=np.cumsum([len(d.tokens) for d in chosen]).tolist(),
-    )
-
-
-def _counts(document: Document, share: float, rng: np.random.Generator | None) -> BoolArray:
-    """The answer, and stretches of the prompt that make up about `share` of it."""
-    if rng is None or share == 0:
-        return document.counts
-    drawn = rng.random(-(-len(document.tokens) // STRETCH)) < share
-    return document.counts | np.repeat(drawn, STRETCH)[: len(document.tokens)]
-
-
-def _packs(order: Sequence[int], documents: Sequence[Document], length: int) -> Iterator[list[int]]:
-    """Documents in this order, as many at a time as `length` tokens hold."""
-    pack: list[int] = []
-    size = 0
-    for i in order:
-        if pack and size + len(documents[i].tokens) > length:
-            yield pack
-            pack, size = [], 0
-        pack.append(i)
-        size += len(documents[i].tokens)
-    if pack:
-        yield pack
 
 
 def _loss(head: HeadModule, pack: Pack, options: FitOptions) -> tuple[torch.Tensor, float]:

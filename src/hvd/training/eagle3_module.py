@@ -19,27 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvd.models.config import RopeConfig
+from hvd.models.eagle3_tensors import HeadSpec
 from hvd.models.rope import cos_sin
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """Sizes of a head; H is its hidden size and the target's.
-
-    aux   how many of the target's hidden states it eats, side by side
-    """
-
-    hidden_size: int
-    aux: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    context_limit: int
-    rope: RopeConfig
-    draft_vocab_size: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +81,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """The projections; what attends to what is the head's business."""
 
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, shape: HeadSpec) -> None:
         super().__init__()
         width = shape.num_heads * shape.head_dim
         narrow = shape.num_kv_heads * shape.head_dim
@@ -113,7 +94,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, shape: HeadSpec) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
@@ -128,7 +109,7 @@ class MLP(nn.Module):
 class MidLayer(nn.Module):
     """The decoder layer, by the names of the SafeAILab layout."""
 
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, shape: HeadSpec) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
@@ -146,7 +127,7 @@ class HeadModule(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: HeadShape, embedding: Tensor, output: Tensor, target_ids: Tensor, length: int) -> None:
+    def __init__(self, shape: HeadSpec, embedding: Tensor, output: Tensor, target_ids: Tensor, length: int) -> None:
         """Random weights.
 
         embedding    [vocabulary, H] of the target; not trained
@@ -156,7 +137,7 @@ class HeadModule(nn.Module):
         """
         super().__init__()
         self.shape = shape
-        self.fc = nn.Linear(shape.aux * shape.hidden_size, shape.hidden_size, bias=False)
+        self.fc = nn.Linear(len(shape.aux_layers) * shape.target_hidden_size, shape.hidden_size, bias=False)
         self.midlayer = MidLayer(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
