@@ -10,7 +10,7 @@ import click
 
 from hvd.cli.common import ModelOptions, check_policies, model_options, sampling_options
 from hvd.cli.console import NARROW, emit_json, note, progress_bar, stdout_console
-from hvd.cli.generate import encode_prompt, read_prompt
+from hvd.cli.prompt import encode_prompt, prompt_options, read_prompt
 from hvd.cli.replay import simulated_head
 from hvd.config import EngineConfig, SamplingParams
 from hvd.errors import ConfigError, TraceError
@@ -24,14 +24,7 @@ _TITLE = 110
 
 
 @click.command()
-@click.argument("prompt", required=False)
-@click.option("--file", "-f", metavar="FILE", help="Read the prompt from a UTF-8 text file, as it is; '-' is stdin.")
-@click.option(
-    "--chat/--raw",
-    default=None,
-    show_default=False,
-    help="Wrap the prompt as one user message, or take it as it is. Default: --chat for models with a template.",
-)
+@prompt_options
 @click.option("--policy", default="hvd", help="Whose decisions to explain.")
 @click.option("--trace", "traces", metavar="PATH", help="Replay a recorded request instead: trace file or directory.")
 @click.option("--id", "wanted", metavar="ID", help="Which request of --trace (default: the first).")

@@ -60,8 +60,8 @@ def eagle3(**given: Any) -> None:
     """Train an EAGLE3 head: the target answers prompts, and the head learns to foresee it.
 
     Four stages, each kept under OUT and resumed by running the same command again: answers (text/), hidden states
-    (states/), training (checkpoint.pt), and the head (head/), which '--eagle3 OUT/head' takes. Needs the extra 'torch';
-    on two cores, with a model of 135M parameters and 2,000 prompts, about two hours.
+    (states/), training (checkpoint.pt), and the head (head/), which '--eagle3 OUT/head' takes. Needs the extra 'torch',
+    and hours where there is no GPU.
 
     \b
     Examples:
