@@ -45,6 +45,10 @@ class Drafter(ABC):
     def propose(self, key: int, room: int) -> Draft | None:
         """Draft at most `room` tokens behind the committed text; None when there is nothing to offer."""
 
+    def alternatives(self, key: int, room: int) -> tuple[Draft, ...]:
+        """Other drafts of at most `room` tokens than `propose`'s, for policies that compare."""
+        return ()
+
     @abstractmethod
     def close(self, key: int, *, keep: bool) -> None:
         """End a request and free its state. `keep`: its response may serve later requests of its scope."""

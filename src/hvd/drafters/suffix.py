@@ -195,7 +195,7 @@ class SuffixDrafter(Drafter):
         return self._proposed(self._kernels.propose, request, room)
 
     def alternatives(self, key: int, room: int) -> tuple[Draft, ...]:
-        """Other drafts than `propose`'s: that behind the suffix with the best score, and the rest of a copy left.
+        """See `Drafter.alternatives`: the draft behind the suffix with the best score, and the rest of a copy left.
 
         Where the text has left a copy at one place, it often comes back to it (a form filled in anew, one word of a
         sentence changed), and no match of three tokens says so yet.

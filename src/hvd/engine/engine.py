@@ -215,13 +215,11 @@ class Engine:
 
     def _alternatives(self, request: Request) -> tuple[Draft, ...]:
         """What else the suffix cache could draft, for policies that compare."""
-        suffix = self._drafters.get(Arm.CACHE)
-        known = isinstance(suffix, SuffixDrafter) and Arm.CACHE in request.drafters
-        if not known or request.room <= 0 or not self.policy(request.policy).compares:
+        if Arm.CACHE not in request.drafters or request.room <= 0 or not self.policy(request.policy).compares:
             return ()
-        assert isinstance(suffix, SuffixDrafter)
+        cache = self._drafters[Arm.CACHE]
         vocab_size = self.target.spec.vocab_size
-        drafts = (sound_part(d, vocab_size, request.room) for d in suffix.alternatives(request.key, request.room))
+        drafts = (sound_part(d, vocab_size, request.room) for d in cache.alternatives(request.key, request.room))
         return tuple(draft for draft in drafts if draft is not None)
 
     def _ask(self, arm: Arm, request: Request, room: int) -> Draft | None:
