@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 @click.option(
     "--prompt-share", type=click.FloatRange(0, 1), default=0.2, help="Share of the prompts to learn from too."
 )
-@click.option("--packs", type=click.IntRange(1), default=2, help="Packs of --length tokens an update.")
-@click.option("--learning-rate", type=float, default=1e-3, help="Highest learning rate.")
+@click.option("--packs", type=click.IntRange(1), default=1, help="Packs of --length tokens an update.")
+@click.option("--learning-rate", type=float, default=6e-3, help="Highest learning rate (of Muon; AdamW's is half).")
 @click.option("--patience", type=click.IntRange(1), default=3, help="Epochs without progress before it ends.")
 @click.option("--hold-out", type=float, default=0.05, help="Share of the prompts that is judged by, not trained on.")
 @click.option("--states-gb", type=click.FloatRange(0, 1e6), default=20.0, help="Most hidden states kept on disk.")

@@ -151,20 +151,23 @@ class TorchTarget(Target):
             cos=torch.from_numpy(cos).to(device, precision)[:, None],
             sin=torch.from_numpy(sin).to(device, precision)[:, None],
             stretches=[
-                Stretch(cache, end - len(span.tokens), end, self._mask(span))
+                Stretch(cache, end - len(span.tokens), end, *self._mask(span))
                 for span, cache, end in zip(spans, caches, ends, strict=True)
             ],
         )
 
-    def _mask(self, span: Span) -> torch.Tensor | None:
+    def _mask(self, span: Span) -> tuple[torch.Tensor | None, bool]:
+        """See `Stretch`."""
         n, length, device = len(span.tokens), span.cache.length, self.decoder.device
         if n == 1:
-            return None
+            return None, False
         if span.parents is None:
-            return torch.ones(n, length + n, dtype=torch.bool, device=device).tril(length)
+            return (None, True) if length == 0 else (self._ones(n, length + n).tril(length), False)
         tree = torch.from_numpy(ancestor_mask(span.parents)).to(device)
-        committed = torch.ones(n, length, dtype=torch.bool, device=device)
-        return torch.cat((committed, tree), dim=1)
+        return torch.cat((self._ones(n, length), tree), dim=1), False
+
+    def _ones(self, rows: int, columns: int) -> torch.Tensor:
+        return torch.ones(rows, columns, dtype=torch.bool, device=self.decoder.device)
 
 
 def _positions(span: Span) -> Int64Array:

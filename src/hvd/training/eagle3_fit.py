@@ -18,11 +18,12 @@ import torch
 from hvd.errors import ConfigError, TrainingError
 from hvd.payoff.files import write_whole
 from hvd.training.eagle3_module import HeadModule, Pack
+from hvd.training.eagle3_optimizer import HeadOptimizer, Schedule
 from hvd.training.eagle3_packs import make_pack, packs_of
 from hvd.training.eagle3_states import StateStore
 from hvd.training.eagle3_text import Document
 
-FORMAT = 1
+FORMAT = 2
 DIGEST = 32
 """Bytes of the digest at the end of a checkpoint."""
 
@@ -37,9 +38,9 @@ class FitOptions:
     prompt_share    share of the prompts' tokens that count too, drawn anew each epoch: text that costs no decoding
     packs           packs a step of the optimizer
     epochs          rounds over the training text
-    learning_rate   its highest value, after the warm-up; falls as a cosine to a tenth
+    learning_rate   its highest value; see `Schedule`
     warm_up         share of the training during which it rises
-    weight_decay    of AdamW, on matrices
+    weight_decay    of matrices
     clip            norm of the gradient is clipped here
     patience        evaluations without a better accepted length before training ends; one evaluation an epoch
     precision       "bfloat16" (products) or "float32"
@@ -50,9 +51,9 @@ class FitOptions:
     decay: float = 0.8
     length: int = 2048
     prompt_share: float = 0.2
-    packs: int = 2
+    packs: int = 1
     epochs: int = 10
-    learning_rate: float = 1e-3
+    learning_rate: float = 6e-3
     warm_up: float = 0.03
     weight_decay: float = 0.01
     clip: float = 1.0
@@ -69,8 +70,7 @@ class FitOptions:
             raise ConfigError(f"the share of the prompts must lie between 0 and 1, got {self.prompt_share}")
         if self.precision not in ("bfloat16", "float32"):
             raise ConfigError(f"precision must be 'bfloat16' or 'float32', got {self.precision!r}")
-        if not self.learning_rate > 0:
-            raise ConfigError(f"learning rate must be positive, got {self.learning_rate}")
+        Schedule(self.learning_rate, self.warm_up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +133,8 @@ class Fit:
             raise TrainingError("nothing to learn from: no document is left to train on, or none to hold out")
         self.head, self.options = head, options
         self._train, self._held, self._checkpoint = train, held, checkpoint
-        matrices = [p for p in head.parameters() if p.ndim > 1]
-        gains = [p for p in head.parameters() if p.ndim == 1]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": options.weight_decay}, {"params": gains, "weight_decay": 0.0}],
-            betas=(0.9, 0.95),
-        )
+        self._optimizer = HeadOptimizer(head, options.weight_decay, options.clip)
+        self._schedule = Schedule(options.learning_rate, options.warm_up)
         self._settings = {**settings, **{k: v for k, v in asdict(options).items() if k not in ("save_seconds",)}}
         self._place = _Place()
         self._best: dict[str, torch.Tensor] | None = None
@@ -171,7 +167,7 @@ class Fit:
         while place.batch < len(batches):
             started = time.monotonic()
             done = place.epoch + place.batch / len(batches)
-            self._update(batches[place.batch], _rate(done / options.epochs, options))
+            self._update(batches[place.batch], self._schedule.rate(done / options.epochs))
             place.batch += 1
             place.updates += 1
             place.seconds += time.monotonic() - started
@@ -203,7 +199,7 @@ class Fit:
 
     def _update(self, packs: Sequence[Sequence[int]], rate: float) -> None:
         store, documents = self._train
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.clear()
         rng = np.random.default_rng((self.options.seed, self._place.epoch, self._place.batch))
         rows_of = [make_pack(store, documents, pack, self._device, self.options.prompt_share, rng) for pack in packs]
         total = sum(int(row.counts.sum()) for row in rows_of)
@@ -218,10 +214,7 @@ class Fit:
             (loss / total).backward()  # type: ignore[no-untyped-call]
             self._place.loss += loss.item()
             self._place.rows += rows
-        torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.options.clip)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
+        self._optimizer.step(rate)
 
     @property
     def _device(self) -> torch.device:
@@ -312,14 +305,6 @@ def _loss(head: HeadModule, pack: Pack, options: FitOptions) -> tuple[torch.Tens
 
 def _autocast(device: torch.device, options: FitOptions) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.precision == "bfloat16")
-
-
-def _rate(done: float, options: FitOptions) -> float:
-    """Learning rate when `done` of the training lies behind: a linear warm-up, then a cosine to a tenth."""
-    if done < options.warm_up:
-        return options.learning_rate * (done + 1e-3) / (options.warm_up + 1e-3)
-    fallen = (done - options.warm_up) / (1 - options.warm_up)
-    return options.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, fallen))))
 
 
 def rank(score: Score) -> float:
