@@ -52,7 +52,8 @@ class HeadOptimizer:
         matrices = [p for name, p in head.named_parameters() if p.ndim == 2 and not name.startswith("lm_head")]
         gains = [p for p in head.parameters() if p.ndim == 1]
         self._parameters, self._clip = list(head.parameters()), clip
-        self._muon: torch.optim.Optimizer = torch.optim.Muon(matrices, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        muon = torch.optim.Muon(matrices, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        self._muon: torch.optim.Optimizer = muon
         self._adamw = torch.optim.AdamW(
             [
                 {"params": [head.lm_head.weight], "weight_decay": weight_decay},
