@@ -40,8 +40,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def drafter_for(folder: Path, weights: str = "fp32", **config: object) -> Eagle3Drafter:
-    options = Eagle3Config(**{"min_prob": 0.0, **config})  # type: ignore[arg-type]
-    return load_eagle3_drafter(folder, TARGET, target_tensor, options, weights=weights)
+    options = Eagle3Config(**{"min_prob": 0.0, "weights": weights, **config})  # type: ignore[arg-type]
+    return load_eagle3_drafter(folder, TARGET, target_tensor, options)
 
 
 def some_text(count: int, seed: int = 0) -> Text:

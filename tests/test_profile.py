@@ -139,6 +139,33 @@ def test_the_head_is_measured_and_left_as_it_was(clock: Clock) -> None:
     assert head.live == {}
 
 
+def test_the_head_is_measured_as_it_runs_behind_a_pass_of_the_target(clock: Clock) -> None:
+    """A second draft in a row finds the head's weights in the processor's caches, which tells nothing of decoding."""
+    target = FakeTarget(clock)
+
+    class Cold(FakeHead):
+        passes = 0
+
+        def propose(self, key: int, room: int) -> Draft | None:
+            if len(target.passes) > self.passes:
+                clock.now += 0.003
+            self.passes = len(target.passes)
+            return super().propose(key, room)
+
+    cost = profile(target, Cold(clock))
+    assert cost.eagle3(4, 1, 100) == pytest.approx(0.0115)
+    assert all(cache.closed for cache in target.caches)
+
+
+def test_costs_of_one_head_are_not_those_of_another(clock: Clock) -> None:
+    class Other(FakeHead):
+        fingerprint = "other"
+
+    target = FakeTarget(clock)
+    paths = {cost_path(target), cost_path(target, FakeHead(clock)), cost_path(target, Other(clock))}
+    assert len(paths) == 3
+
+
 @pytest.mark.parametrize("limit", [8, 40, 64, 300])
 def test_short_contexts_are_respected(clock: Clock, limit: int) -> None:
     target = FakeTarget(clock, replace(SPEC, context_limit=limit, min_width=1))

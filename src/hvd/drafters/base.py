@@ -67,6 +67,11 @@ class Drafter(ABC):
         return False
 
     @property
+    def fingerprint(self) -> str:
+        """Names what the time of a draft depends on: measured costs are kept under it."""
+        return type(self).__name__.lower()
+
+    @property
     def wants_hidden(self) -> bool:
         """Whether `observe` needs the target's hidden states."""
         return False

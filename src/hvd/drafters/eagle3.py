@@ -8,6 +8,7 @@ draft writes behind them is scratch. So a draft depends on the committed text al
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -72,6 +73,13 @@ class Eagle3Drafter(Drafter):
     def all_or_nothing(self) -> bool:
         """True for trees."""
         return self.config.shape == "tree"
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the head's shape and numbers, and of the draft's form."""
+        config = self.config
+        form = config.shape if config.shape == "chain" else (config.total, config.depth, config.top_k)
+        return hashlib.blake2b(repr((self.head.spec, config.weights, form)).encode(), digest_size=6).hexdigest()
 
     @property
     def wants_hidden(self) -> bool:
@@ -290,10 +298,9 @@ def load_eagle3_drafter(
     target_tensor: Callable[[str], NDArray[Any]],
     config: Eagle3Config,
     *,
-    weights: str = "int8",
     threads: int | None = None,
     any_target: bool = False,
 ) -> Eagle3Drafter:
     """Load a head and make a drafter of it. Parameters and errors as `hvd.models.eagle3_onnx.load_head`."""
-    head = load_head(source, target, target_tensor, weights=weights, threads=threads, any_target=any_target)
+    head = load_head(source, target, target_tensor, weights=config.weights, threads=threads, any_target=any_target)
     return Eagle3Drafter(head, config, target.aux_layers)

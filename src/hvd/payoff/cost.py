@@ -224,9 +224,9 @@ class CostModel:
                 curve = curve + (self.verify_curve(limit, context) - self.verify_curve(limit, base))[mean]
         return np.maximum.accumulate(curve)
 
-    def eagle3_curve(self, limit: int, backlog: int, context: int) -> Float64Array:
-        """Seconds to draft 1..limit tokens with the head, float64 [limit]."""
-        seconds = self._head.curve(limit, context) + max(0, backlog - 1) * self._backlog_seconds
+    def eagle3_curve(self, limit: int, backlog: float, context: int) -> Float64Array:
+        """Seconds to catch up with `backlog` tokens and draft 1..limit with the head, float64 [limit]."""
+        seconds = self._head.curve(limit, context) + max(0.0, backlog - 1) * self._backlog_seconds
         return seconds * self._head_deviation.factors(limit) * math.exp(self._pace)
 
     def eagle3(self, length: int, backlog: int, context: int) -> float:

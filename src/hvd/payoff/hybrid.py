@@ -150,9 +150,8 @@ class Hybrid(Policy):
 
     def _head_offer(self, request: _Request, situation: Situation, length: int, cost: CostModel) -> _Offer:
         gains = np.add.accumulate(self.heads.survival(request.head, length))
-        fresh = cost.eagle3_curve(length, 1, situation.context)
-        catching_up = cost.eagle3_curve(length, situation.backlog, situation.context) - fresh
-        seconds = fresh + catching_up / min(_SPREAD, max(1, situation.room // 2))
+        uses = min(_SPREAD, max(1, situation.room // 2))
+        seconds = cost.eagle3_curve(length, 1 + (situation.backlog - 1) / uses, situation.context)
         if situation.whole:
             seconds[:-1] = np.inf
         return _Offer(Arm.EAGLE3, gains, seconds)
