@@ -5,6 +5,9 @@
 Greedy decoding with the policy `eagle3` on prompts that the head was not trained on (the `dev` split of DIR's sets),
 and once plainly as a check: the texts must be equal. Only counts are reported, so a busy machine changes nothing. Trees
 cost one pass a branch on the onnx backend; fewer prompts are decoded with them.
+
+Long contexts hold other tasks than short ones. So that the context alone is seen, short prompts are also asked behind a
+talk about something else of some 1,600 tokens, and compared with the same prompts asked by themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from hvd.config import Eagle3Config, EngineConfig
 from hvd.engine.llm import Completion
 from hvd.errors import RequestError
 from hvd.traces.conversation import Conversation
-from hvd.traces.prompts import Prompt, read_prompts
+from hvd.traces.prompts import Message, Prompt, read_prompts
 from hvd.types import Arm, StepRecord
 
 DEFAULT_MODEL = Path("~/.cache/hvd/models/SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -38,7 +41,10 @@ SETS = {
     "rag": ("nq_rag",),
     "long": ("hotpotqa_docs", "musique_docs", "gov_report", "commit_edit"),
 }
+COMPARED = ("chat", "coding", "structured")
 CHAIN, TREE = Eagle3Config(min_prob=0.0), Eagle3Config(shape="tree", total=32, depth=6, top_k=4)
+TALK, TALK_TOKENS, ALONE = "mt_bench_101", 1600, 512
+"""The set that the talk is taken from, its length, and the longest prompts that are asked behind it."""
 BUCKETS = ((0, 512), (512, 1500), (1500, 3072))
 """Positions in the cache, for accepted length by context."""
 
@@ -59,35 +65,57 @@ def main() -> None:
     options = _options()
     plain = LLM(options.model, weights=options.weights, eagle3="none", config=EngineConfig(policy="plain"))
     answers: list[Answer] = []
-    for shape, config, limit in (("chain", CHAIN, options.limit), ("tree", TREE, options.tree_limit)):
+    shapes = (
+        ("chain", CHAIN, options.limit),
+        ("behind", CHAIN, options.behind_limit),
+        ("tree", TREE, options.tree_limit),
+    )
+    for shape, config, limit in shapes:
         if limit < 1:
             continue
         engine = EngineConfig(policy="eagle3", eagle3=config, record=True)
         llm = LLM(options.model, weights=options.weights, eagle3=options.head, config=engine)
         if Arm.EAGLE3 not in llm.drafters:
             sys.exit("eagle3: no head ships for this model; name one with --head")
+        talk = _talk(llm, options) if shape == "behind" else []
         for category, prompt in _prompts(options, limit):
-            answers += _decode(llm, plain, category, shape, prompt, options)
+            if shape == "behind" and (category not in COMPARED or prompt.dataset == TALK):
+                continue
+            answers += _decode(llm, plain, category, shape, prompt, options, talk)
             print(f"\r{shape}: {len(answers)} answers", end="", file=sys.stderr, flush=True)
     report = _report(answers)
     _print(report)
     facts = {"model": plain.target.spec.name, "weights": plain.target.spec.weights, "head": options.head,
              "split": options.split, "limit": options.limit, "tree_limit": options.tree_limit,
-             "max_tokens": options.max_tokens, "chain": asdict(CHAIN), "tree": asdict(TREE)}  # fmt: skip
+             "behind_limit": options.behind_limit, "max_tokens": options.max_tokens,
+             "chain": asdict(CHAIN), "tree": asdict(TREE)}  # fmt: skip
     line = json.dumps({**facts, **report, "environment": environment()})
     print(line)
     if options.json:
         options.json.write_text(line + "\n")
 
 
-def _decode(llm: LLM, plain: LLM, category: str, shape: str, prompt: Prompt, options: Any) -> Iterable[Answer]:
+def _talk(llm: LLM, options: Any) -> list[Message]:
+    """Recorded turns, until they are long enough."""
+    talk: list[Message] = []
+    for prompt in read_prompts(options.data / f"{TALK}.jsonl", split=options.split):
+        for turn in prompt.turns:
+            talk += [*turn.messages, {"role": "assistant", "content": turn.recorded or ""}]
+        if len(llm.chat_prompt(talk)) > TALK_TOKENS:
+            return talk
+    sys.exit(f"eagle3: {TALK} is too short for a talk of {TALK_TOKENS} tokens")
+
+
+def _decode(
+    llm: LLM, plain: LLM, category: str, shape: str, prompt: Prompt, options: Any, talk: list[Message]
+) -> Iterable[Answer]:
     """The first turn of a conversation, twice. Exits when the texts differ, for then nothing here means anything."""
     id_, messages = next(iter(Conversation(prompt)))
     params = SamplingParams(max_tokens=options.max_tokens)
     try:
-        ids = llm.chat_prompt(messages)
-        if len(ids) + options.max_tokens > BUCKETS[-1][1]:
+        if len(llm.chat_prompt(messages)) + options.max_tokens > (ALONE if talk else BUCKETS[-1][1]):
             return
+        ids = llm.chat_prompt([*talk, *messages])
         [answer], [check] = llm.generate([ids], params), plain.generate([ids], params)
     except RequestError as error:
         print(f"\n{id_}: {error}; skipped", file=sys.stderr)
@@ -114,8 +142,8 @@ def _report(answers: list[Answer]) -> dict[str, Any]:
     groups: dict[tuple[str, str], list[Answer]] = defaultdict(list)
     for answer in answers:
         groups[answer.shape, answer.category].append(answer)
-        if answer.category in ("chat", "coding", "structured"):
-            groups[answer.shape, "chat + coding + structured"].append(answer)
+        if answer.category in COMPARED:
+            groups[answer.shape, " + ".join(COMPARED)].append(answer)
     rate = {
         shape: {
             category: {
@@ -128,7 +156,29 @@ def _report(answers: list[Answer]) -> dict[str, Any]:
         for shape in dict.fromkeys(shape for shape, _ in groups)
     }
     chains = [record for answer in answers if answer.shape == "chain" for record in answer.records]
-    return {"tokens_per_cycle": rate, "by_context": _by_context(chains), "by_place": _by_place(chains)}
+    return {
+        "tokens_per_cycle": rate,
+        "by_context": _by_context(chains),
+        "behind_a_talk": _behind_a_talk(answers),
+        "by_place": _by_place(chains),
+    }
+
+
+def _behind_a_talk(answers: list[Answer]) -> dict[str, Any]:
+    """Accepted length of the head's chains on the same prompts, alone and behind the talk."""
+    behind = {answer.id: answer for answer in answers if answer.shape == "behind"}
+    alone = [answer for answer in answers if answer.shape == "chain" and answer.id in behind]
+    return {
+        "prompts": len(behind),
+        "alone": _accepted(record for answer in alone for record in answer.records),
+        "behind": _accepted(record for answer in behind.values() for record in answer.records),
+    }
+
+
+def _accepted(records: Iterable[StepRecord]) -> float | None:
+    """Mean accepted length of the head's drafts."""
+    lengths = [record.accepted for record in records if record.arm is Arm.EAGLE3]
+    return round(sum(lengths) / len(lengths), 3) if lengths else None
 
 
 def _by_context(records: list[StepRecord]) -> list[dict[str, Any]]:
@@ -136,8 +186,7 @@ def _by_context(records: list[StepRecord]) -> list[dict[str, Any]]:
     for low, high in BUCKETS:
         inside = [r for r in records if low <= r.context < high and r.arm is Arm.EAGLE3]
         if inside:
-            accepted = sum(r.accepted for r in inside) / len(inside)
-            found.append({"from": low, "to": high, "cycles": len(inside), "accepted_length": round(accepted, 3)})
+            found.append({"from": low, "to": high, "cycles": len(inside), "accepted_length": _accepted(inside)})
     return found
 
 
@@ -156,6 +205,9 @@ def _print(report: dict[str, Any]) -> None:
     print("accepted length of a chain by context")
     for row in report["by_context"]:
         print(f"  {row['from']:5} - {row['to']:5} {row['accepted_length']:6.2f}   {row['cycles']:6} cycles")
+    talk = report["behind_a_talk"]
+    if talk["prompts"]:
+        print(f"the same {talk['prompts']} prompts alone {talk['alone']:.2f}, behind a talk {talk['behind']:.2f}")
     print("accepted at each place, given all before:", *report["by_place"])
 
 
@@ -168,6 +220,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--split", default="dev")
     parser.add_argument("--limit", type=int, default=6, help="prompts of each set, chains")
     parser.add_argument("--tree-limit", type=int, default=2, help="prompts of each set, trees")
+    parser.add_argument("--behind-limit", type=int, default=2, help="prompts of each set, chains behind a talk")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
