@@ -135,6 +135,30 @@ def test_committed_pairs_do_not_depend_on_the_width_of_the_pass(cache: Path, tmp
         np.testing.assert_array_equal(output.logits, whole)
 
 
+@pytest.mark.parametrize("weights", ["int4", "int8", "fp32"])
+@pytest.mark.parametrize("count", [1, 2, 17, 33, 67])
+def test_pairs_that_are_only_eaten_leave_what_a_pass_leaves(
+    cache: Path, tmp_path: Path, weights: str, count: int
+) -> None:
+    """Bit for bit: which way a pair came into the cache must not show in any later draft."""
+    head = load_head(
+        make_head(tmp_path / "wide", hidden=64, target_hidden=16, embedding=True), TARGET, forbidden, weights=weights
+    )
+    rng = np.random.default_rng(count)
+    tokens, states = rng.integers(0, 32, 5 + count).astype(np.int32), rng.normal(size=(5 + count, 48))
+    states = states.astype(np.float32)
+    eaten, passed = head.open(), head.open()
+    for first in (eaten, passed):
+        head.forward(tokens[:5], head.fuse(states[:5]), first)
+        first.length = 5
+    head.eat(tokens[5:], states[5:], eaten)
+    head.forward(tokens[5:], head.fuse(states[5:]), passed)
+    passed.length += count
+    assert eaten.length == passed.length == 5 + count
+    for one, other in ((eaten.keys, passed.keys), (eaten.values, passed.values)):
+        np.testing.assert_array_equal(one[:, :, : 5 + count], other[:, :, : 5 + count])
+
+
 def test_drafting_needs_neither_torch_nor_transformers(tmp_path: Path, head_folder: Path) -> None:
     program = f"""
 import sys

@@ -29,6 +29,8 @@ log = logging.getLogger("hvd")
 
 CHUNK = 256
 """Most pairs eaten in one pass."""
+FEW = 32
+"""So many pairs are eaten in one pass with the last one, whose output is wanted; of more, the others by themselves."""
 MAX_PENDING_BYTES = 64 * 1024 * 1024
 """States of one request that wait to be eaten; beyond that it catches up although no draft is asked for."""
 
@@ -174,10 +176,12 @@ class Eagle3Drafter(Drafter):
         """Eat all waiting pairs. Returns the head's output behind the last committed token."""
         if request.backlog:
             tokens, states = np.concatenate(request.tokens), np.concatenate(request.states)
-            for start in range(0, len(tokens), CHUNK):
-                chunk = slice(start, start + CHUNK)
-                request.output = self.head.forward(tokens[chunk], self.head.fuse(states[chunk]), request.cache)
-                request.cache.length += len(tokens[chunk])
+            last = len(tokens) - 1 if len(tokens) > FEW else 0
+            for start in range(0, last, CHUNK):
+                chunk = slice(start, min(start + CHUNK, last))
+                self.head.eat(tokens[chunk], states[chunk], request.cache)
+            request.output = self.head.forward(tokens[last:], self.head.fuse(states[last:]), request.cache)
+            request.cache.length += len(tokens) - last
             request.tokens, request.states, request.backlog = [], [], 0
         assert request.output is not None  # `limit` has checked it
         return request.output

@@ -92,6 +92,11 @@ class Eagle3Head(ABC):
     def fuse(self, states: Float32Array) -> Float32Array:
         """Features [n, H] of the target's hidden states [n, A * target hidden size]."""
 
+    def eat(self, tokens: Int32Array, states: Float32Array, cache: HeadCache) -> None:
+        """Commit n pairs whose output nobody wants: tokens int32 [n], the target's states [n, A * H]."""
+        self.forward(tokens, self.fuse(states), cache)
+        cache.length += len(tokens)
+
     @abstractmethod
     def forward(
         self,

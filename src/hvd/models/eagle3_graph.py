@@ -1,4 +1,4 @@
-"""The two graphs of an EAGLE3 head, laid out with the pieces of `onnx_graph`."""
+"""The graphs of an EAGLE3 head, laid out with the pieces of `onnx_graph`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,41 @@ from hvd.models.rope import cos_sin
 
 
 def write_graphs(directory: Path, head: HeadWeights, weights: str) -> None:
-    """Write both into new directories `fuse` and `step` of `directory`; weights: "int4", "int8" or "fp32"."""
-    for name in ("fuse", "step"):
+    """Write `fuse`, `step` and, of a head with one layer, `eat` into new directories of those names.
+
+    weights   "int4", "int8" or "fp32"
+    """
+    for name in ("fuse", "step", "eat") if head.spec.num_layers == 1 else ("fuse", "step"):
         (directory / name).mkdir(parents=True)
         with GraphBuilder(directory / name) as builder:
-            graph = _Graph(builder, head, weights)
-            graph.fuse() if name == "fuse" else graph.step()
+            getattr(_Graph(builder, head, weights), name)()
             builder.save(f"eagle3-{name}")
 
 
 class _Graph:
-    """Lays out the two graphs of a head."""
+    """Lays out a graph of a head."""
 
     def __init__(self, builder: GraphBuilder, head: HeadWeights, weights: str) -> None:
         self.builder, self.head, self.spec, self.weights = builder, head, head.spec, weights
 
     def fuse(self) -> None:
         """states float32 [1, n, A * target hidden size] -> features [1, n, H]."""
+        self.builder.output(self._fused(), "float32", [1, "n", self.spec.hidden_size])
+
+    def eat(self) -> None:
+        """Keys and values [1, n, kv_heads * D] of pairs whose output nobody wants, of states as `fuse` takes them."""
+        builder, spec = self.builder, self.spec
+        embeds = builder.input("embeds", "float32", [1, "n", spec.hidden_size])
+        positions = builder.input("position_ids", "int64", [1, "n"])
+        self._angles()
+        x, _ = self._pair(self._fused(), embeds)
+        _, k, v = self._qkv(0, x, "kv")
+        turned = builder.node("RotaryEmbedding", [k, positions, "rope.cos", "rope.sin"], ["keys"], FUSED)
+        values = builder.node("Identity", [v], ["values"])
+        for part in (turned, values):
+            builder.output(part, "float32", [1, "n", spec.num_kv_heads * spec.head_dim])
+
+    def _fused(self) -> str:
         builder, spec = self.builder, self.spec
         count, size = len(spec.aux_layers), spec.target_hidden_size
         states = builder.input("states", "float32", [1, "n", count * size])
@@ -41,8 +59,7 @@ class _Graph:
             builder.node("Split", [states, builder.constant("sizes", np.full(count, size))], parts, axis=-1)
             normed = [self._norm(part, f"fc_norm.{index}") for index, part in enumerate(parts)]
             states = builder.node("Concat", normed, ["normed"], axis=-1)
-        fused = builder.linear(states, "fc", self._matrix("fc"), out="fused")
-        builder.output(fused, "float32", [1, "n", spec.hidden_size])
+        return builder.linear(states, "fc", self._matrix("fc"), out="fused")
 
     def step(self) -> None:
         """One pass: inputs and outputs as `OnnxHead.forward` binds them."""
@@ -53,12 +70,8 @@ class _Graph:
         builder.input("position_ids", "int64", [1, "n"])
         builder.input("attention_bias", "float32", [1, 1, "n", "total"])
         builder.attention_inputs()
-        positions = np.arange(spec.context_limit + SCRATCH)  # the operator wants an angle for every slot, used or not
-        cos, sin = cos_sin(spec.rope, spec.head_dim, spec.context_limit, positions)
-        builder.rotary(cos.astype(np.float32), sin.astype(np.float32))
-        normed = self._norm(features, "layers.0.hidden_norm")
-        token = self._norm(embeds, "layers.0.input_layernorm")
-        x = builder.node("Concat", [token, normed], ["pair"], axis=-1)
+        self._angles()
+        x, normed = self._pair(features, embeds)
         state, update = normed if spec.norm_before_residual else features, ""
         for layer in range(spec.num_layers):
             if layer > 0:
@@ -71,6 +84,18 @@ class _Graph:
         logits = builder.linear(wanted, "lm_head", self._matrix("lm_head"), out="logits")
         builder.output(logits, "float32", [1, "m", spec.draft_vocab_size])
 
+    def _angles(self) -> None:
+        spec = self.spec
+        positions = np.arange(spec.context_limit + SCRATCH)  # the operator wants an angle for every slot, used or not
+        cos, sin = cos_sin(spec.rope, spec.head_dim, spec.context_limit, positions)
+        self.builder.rotary(cos.astype(np.float32), sin.astype(np.float32))
+
+    def _pair(self, features: str, embeds: str) -> tuple[str, str]:
+        """The first layer's input, and the normed features in it."""
+        normed = self._norm(features, "layers.0.hidden_norm")
+        token = self._norm(embeds, "layers.0.input_layernorm")
+        return self.builder.node("Concat", [token, normed], ["pair"], axis=-1), normed
+
     def _layer(self, layer: int, x: str, state: str) -> tuple[str, str]:
         """A decoder layer: from its normed input and the residual stream to the latter and what to add to it."""
         name = f"layers.{layer}"
@@ -81,10 +106,7 @@ class _Graph:
     def _attention(self, layer: int, x: str) -> str:
         """Attention over the cache. Unlike the target's, it takes positions and a mask, for the levels of a tree."""
         builder, spec, name = self.builder, self.spec, f"layers.{layer}.self_attn"
-        q, k, v = (self._linear(x, f"{name}.{part}_proj") for part in "qkv")
-        if f"{name}.q_norm.weight" in self.head.tensors:
-            q = builder.head_norm(q, f"{name}.q_norm", self.head.tensors[f"{name}.q_norm.weight"], spec.norm_eps)
-            k = builder.head_norm(k, f"{name}.k_norm", self.head.tensors[f"{name}.k_norm.weight"], spec.norm_eps)
+        q, k, v = self._qkv(layer, x, "qkv")
         shape: list[int | str] = [1, spec.num_kv_heads, "capacity", spec.head_dim]
         past = [builder.input(f"past.{layer}.{part}", "float32", shape) for part in PARTS]
         present = [builder.output(f"present.{layer}.{part}", "float32", shape) for part in PARTS]
@@ -93,6 +115,18 @@ class _Graph:
         outputs = [f"{name}.out", *present]
         mixed = builder.node("GroupQueryAttention", [q, k, v, *past, *shared], outputs, FUSED, do_rotary=1, **sizes)
         return self._linear(mixed, f"{name}.o_proj")
+
+    def _qkv(self, layer: int, x: str, wanted: str) -> tuple[str, str, str]:
+        """Projections of the layer's input, those that are wanted ("" for the others), normed where the head norms."""
+        name, tensors = f"layers.{layer}.self_attn", self.head.tensors
+        found = []
+        for part in "qkv":
+            out = self._linear(x, f"{name}.{part}_proj") if part in wanted else ""
+            if out and f"{name}.{part}_norm.weight" in tensors:
+                gain = tensors[f"{name}.{part}_norm.weight"]
+                out = self.builder.head_norm(out, f"{name}.{part}_norm", gain, self.spec.norm_eps)
+            found.append(out)
+        return found[0], found[1], found[2]
 
     def _linear(self, x: str, name: str) -> str:
         return self.builder.linear(x, name, self._matrix(name), self.head.tensors.get(f"{name}.bias"))

@@ -2,7 +2,7 @@
 
 A head is converted once, into `<cache>/eagle3/<digest of its files and its target>-<weights>-<format>/`:
 
-    fuse/  step/                                     the graphs (eagle3_graph.py)
+    fuse/  step/  eat/                               the graphs (eagle3_graph.py)
     embedding.npy  target_ids.npy  spec.json         the rest of the head
 
 Committed pairs are eaten in passes that leave no row alone in its block, as in onnx_target.py: then a draft depends on
@@ -33,7 +33,7 @@ from hvd.models.onnx_session import bind, bind_result, open_session
 from hvd.models.target import TargetSpec
 from hvd.types import BoolArray, Float32Array, Int32Array
 
-FORMAT = 1
+FORMAT = 2
 HEAD_DIM_STEP = 16
 """The runtime's attention takes heads of a multiple of this."""
 ONE_THREAD_BYTES = 16 * 1024 * 1024
@@ -50,6 +50,7 @@ class OnnxHead(Eagle3Head):
         small = (directory / "step" / WEIGHTS_FILE).stat().st_size - angles < ONE_THREAD_BYTES
         self._fuse = open_session(directory / "fuse", 1)
         self._step = open_session(directory / "step", 1 if small else threads)
+        self._eat = open_session(directory / "eat", 1 if small else threads) if (directory / "eat").exists() else None
         self._binding = self._step.io_binding()
         self._bound: tuple[HeadCache | None, int] = (None, 0)
         self._total, self._last = np.zeros((), np.int32), np.zeros(1, np.int32)
@@ -62,6 +63,26 @@ class OnnxHead(Eagle3Head):
         padded = np.concatenate([states, states[-1:]]) if lone else states
         fused: Float32Array = self._fuse.run(None, {"states": padded[None]})[0][0]
         return fused[: len(states)]
+
+    def eat(self, tokens: Int32Array, states: Float32Array, cache: HeadCache) -> None:
+        """See `Eagle3Head.eat`. Of a single layer, keys and values are all that remains of a pair: a third of the work,
+        and no attention."""
+        if self._eat is None:
+            super().eat(tokens, states, cache)
+            return
+        count, start = len(tokens), cache.length
+        if count % HEAD_DIM_STEP == 1:
+            tokens, states = np.append(tokens, tokens[-1:]), np.concatenate([states, states[-1:]])
+        inputs = {
+            "states": np.ascontiguousarray(states)[None],
+            "embeds": self.embed(tokens)[None],
+            "position_ids": np.arange(start, start + len(tokens))[None],
+        }
+        cache.reserve(start + count)
+        shape = (len(tokens), self.spec.num_kv_heads, self.spec.head_dim)
+        for store, rows in zip((cache.keys, cache.values), self._eat.run(None, inputs), strict=True):
+            store[0, :, start : start + count] = rows.reshape(shape)[:count].transpose(1, 0, 2)
+        cache.length += count
 
     def forward(
         self,
