@@ -28,7 +28,7 @@ FULL_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 FULL_CONTEXTS = (32, 512, 2048, 4096)
 FULL_REPEATS = 7
 EAGLE3_LENGTHS = (1, 2, 4, 8)
-BACKLOG = 16
+BACKLOG = 128
 
 _LOG = logging.getLogger(__name__)
 _CHUNK = 128
@@ -154,12 +154,13 @@ def _measure_head(target: Target, head: Drafter, context: int) -> tuple[Surface,
         head.propose(_KEY, 1)
         lengths = [n for n in EAGLE3_LENGTHS if n <= head.limit(_KEY)] or [1]
         seconds = [_least_draft(target, cache, head, length, backlog=1) for length in lengths]
-        slow = _least_draft(target, cache, head, 1, backlog=BACKLOG)
+        backlog = max(2, min(BACKLOG, target.spec.context_limit // 8))
+        slow = _least_draft(target, cache, head, 1, backlog)
     finally:
         head.close(_KEY, keep=False)
         cache.close()
-    backlog = max(0.0, (slow - seconds[0]) / (BACKLOG - 1))
-    return Surface(tuple(lengths), (0,), np.array([seconds])), backlog
+    each = max(0.0, (slow - seconds[0]) / (backlog - 1))
+    return Surface(tuple(lengths), (0,), np.array([seconds])), each
 
 
 def _least_draft(target: Target, cache: KVCache, head: Drafter, length: int, backlog: int) -> float:
