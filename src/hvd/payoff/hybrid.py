@@ -36,7 +36,7 @@ _TOLERANCE = 0.002
 _FREE: Float64Array = np.zeros(1)
 """Seconds of drafting from the cache, at any length."""
 
-_SPREAD = 6
+_SPREAD = 16
 """A head's catching up is charged as if spread over so many uses: paid once, it serves all later drafts. Charged
 whole, the head would never be begun with behind a long prompt."""
 
