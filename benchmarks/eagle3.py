@@ -166,12 +166,12 @@ def _report(answers: list[Answer]) -> dict[str, Any]:
 
 def _behind_a_talk(answers: list[Answer]) -> dict[str, Any]:
     """Accepted length of the head's chains on the same prompts, alone and behind the talk."""
-    behind = {answer.id: answer for answer in answers if answer.shape == "behind"}
-    alone = [answer for answer in answers if answer.shape == "chain" and answer.id in behind]
+    alone, behind = ({a.id: a for a in answers if a.shape == shape} for shape in ("chain", "behind"))
+    both = alone.keys() & behind.keys()
     return {
-        "prompts": len(behind),
-        "alone": _accepted(record for answer in alone for record in answer.records),
-        "behind": _accepted(record for answer in behind.values() for record in answer.records),
+        "prompts": len(both),
+        "alone": _accepted(record for id_ in both for record in alone[id_].records),
+        "behind": _accepted(record for id_ in both for record in behind[id_].records),
     }
 
 

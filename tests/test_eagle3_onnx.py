@@ -53,7 +53,7 @@ def test_a_head_is_converted_once(cache: Path, head_folder: Path) -> None:
 
 def test_another_head_target_or_format_is_another_conversion(cache: Path, tmp_path: Path, head_folder: Path) -> None:
     load_head(head_folder, TARGET, target_tensor)
-    load_head(head_folder, TARGET, target_tensor, weights="int4")
+    load_head(head_folder, TARGET, target_tensor, weights="int8")
     load_head(head_folder, target_with(fingerprint="beef"), target_tensor)
     load_head(make_head(tmp_path / "other", seed=1), TARGET, target_tensor)
     assert len(list(cache.iterdir())) == 4
@@ -137,13 +137,15 @@ def test_committed_pairs_do_not_depend_on_the_width_of_the_pass(cache: Path, tmp
 
 @pytest.mark.parametrize("weights", ["int4", "int8", "fp32"])
 @pytest.mark.parametrize("count", [1, 2, 17, 33, 67])
+@pytest.mark.parametrize("threads", [1, 2])
 def test_pairs_that_are_only_eaten_leave_what_a_pass_leaves(
-    cache: Path, tmp_path: Path, weights: str, count: int
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, count: int, threads: int
 ) -> None:
     """Bit for bit: which way a pair came into the cache must not show in any later draft."""
-    head = load_head(
-        make_head(tmp_path / "wide", hidden=64, target_hidden=16, embedding=True), TARGET, forbidden, weights=weights
-    )
+    if threads > 1:
+        monkeypatch.setattr("hvd.models.eagle3_onnx.ONE_THREAD_BYTES", 0)
+    folder = make_head(tmp_path / "wide", hidden=64, target_hidden=16, embedding=True)
+    head = load_head(folder, TARGET, forbidden, weights=weights, threads=threads)
     rng = np.random.default_rng(count)
     tokens, states = rng.integers(0, 32, 5 + count).astype(np.int32), rng.normal(size=(5 + count, 48))
     states = states.astype(np.float32)

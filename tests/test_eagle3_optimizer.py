@@ -45,7 +45,7 @@ def test_the_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
     assert all(later < sooner for sooner, later in itertools.pairwise(rates[10:]))
 
 
-@pytest.mark.parametrize("peak", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("peak", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_rate_that_is_not_positive_is_refused(peak: float) -> None:
     with pytest.raises(ConfigError, match="learning rate must be positive"):
         Schedule(peak)

@@ -199,7 +199,7 @@ def test_a_loss_that_is_no_number_ends_it_and_keeps_the_checkpoint(
 
 
 def test_checkpoints_of_other_settings_and_damaged_ones_are_refused(
-    checkpoint: Checkpoint, target: TorchTarget, tmp_path: Path
+    checkpoint: Checkpoint, target: TorchTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = documents(target, 6)
     store = store_of(target, texts, tmp_path)
@@ -212,6 +212,10 @@ def test_checkpoints_of_other_settings_and_damaged_ones_are_refused(
     fit(replace(OPTIONS, epochs=1)).run()
     with pytest.raises(TrainingError, match=r"made with learning_rate 0\.003, now 0\.1"):
         fit(replace(OPTIONS, epochs=1, learning_rate=0.1))
+    monkeypatch.setattr("hvd.training.eagle3_fit.FORMAT", 99)
+    with pytest.raises(TrainingError, match=r"another version \(format 2, this one reads 99\); --restart"):
+        fit(replace(OPTIONS, epochs=1))
+    monkeypatch.undo()
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(TrainingError, match="damaged"):
         fit(replace(OPTIONS, epochs=1))

@@ -67,8 +67,13 @@ class Drafter(ABC):
         return False
 
     @property
+    def context_limit(self) -> int:
+        """Longest text that it drafts for, in tokens."""
+        return NO_LIMIT
+
+    @property
     def fingerprint(self) -> str:
-        """Names what the time of a draft depends on: measured costs are kept under it."""
+        """Names what the time of a draft depends on, in letters and digits: measured costs are kept under it."""
         return type(self).__name__.lower()
 
     @property

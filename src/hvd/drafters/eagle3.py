@@ -77,6 +77,11 @@ class Eagle3Drafter(Drafter):
         return self.config.shape == "tree"
 
     @property
+    def context_limit(self) -> int:
+        """The head's."""
+        return self.head.spec.context_limit
+
+    @property
     def fingerprint(self) -> str:
         """Of the head's shape and numbers, and of the draft's form."""
         config = self.config

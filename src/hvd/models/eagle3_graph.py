@@ -21,7 +21,8 @@ def write_graphs(directory: Path, head: HeadWeights, weights: str) -> None:
     for name in ("fuse", "step", "eat") if head.spec.num_layers == 1 else ("fuse", "step"):
         (directory / name).mkdir(parents=True)
         with GraphBuilder(directory / name) as builder:
-            getattr(_Graph(builder, head, weights), name)()
+            graph = _Graph(builder, head, weights)
+            {"fuse": graph.fuse, "step": graph.step, "eat": graph.eat}[name]()
             builder.save(f"eagle3-{name}")
 
 
@@ -42,7 +43,7 @@ class _Graph:
         positions = builder.input("position_ids", "int64", [1, "n"])
         self._angles()
         x, _ = self._pair(self._fused(), embeds)
-        _, k, v = self._qkv(0, x, "kv")
+        k, v = self._projected(0, x, "k"), self._projected(0, x, "v")
         turned = builder.node("RotaryEmbedding", [k, positions, "rope.cos", "rope.sin"], ["keys"], FUSED)
         values = builder.node("Identity", [v], ["values"])
         for part in (turned, values):
@@ -106,7 +107,7 @@ class _Graph:
     def _attention(self, layer: int, x: str) -> str:
         """Attention over the cache. Unlike the target's, it takes positions and a mask, for the levels of a tree."""
         builder, spec, name = self.builder, self.spec, f"layers.{layer}.self_attn"
-        q, k, v = self._qkv(layer, x, "qkv")
+        q, k, v = (self._projected(layer, x, part) for part in "qkv")
         shape: list[int | str] = [1, spec.num_kv_heads, "capacity", spec.head_dim]
         past = [builder.input(f"past.{layer}.{part}", "float32", shape) for part in PARTS]
         present = [builder.output(f"present.{layer}.{part}", "float32", shape) for part in PARTS]
@@ -116,17 +117,11 @@ class _Graph:
         mixed = builder.node("GroupQueryAttention", [q, k, v, *past, *shared], outputs, FUSED, do_rotary=1, **sizes)
         return self._linear(mixed, f"{name}.o_proj")
 
-    def _qkv(self, layer: int, x: str, wanted: str) -> tuple[str, str, str]:
-        """Projections of the layer's input, those that are wanted ("" for the others), normed where the head norms."""
-        name, tensors = f"layers.{layer}.self_attn", self.head.tensors
-        found = []
-        for part in "qkv":
-            out = self._linear(x, f"{name}.{part}_proj") if part in wanted else ""
-            if out and f"{name}.{part}_norm.weight" in tensors:
-                gain = tensors[f"{name}.{part}_norm.weight"]
-                out = self.builder.head_norm(out, f"{name}.{part}_norm", gain, self.spec.norm_eps)
-            found.append(out)
-        return found[0], found[1], found[2]
+    def _projected(self, layer: int, x: str, part: str) -> str:
+        """Queries ("q"), keys ("k") or values ("v") of the layer's input, normed where the head norms them."""
+        name = f"layers.{layer}.self_attn.{part}"
+        out, gain = self._linear(x, f"{name}_proj"), self.head.tensors.get(f"{name}_norm.weight")
+        return out if gain is None else self.builder.head_norm(out, f"{name}_norm", gain, self.spec.norm_eps)
 
     def _linear(self, x: str, name: str) -> str:
         return self.builder.linear(x, name, self._matrix(name), self.head.tensors.get(f"{name}.bias"))

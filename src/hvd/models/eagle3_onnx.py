@@ -142,7 +142,7 @@ def load_head(
     target: TargetSpec,
     target_tensor: Callable[[str], NDArray[Any]],
     *,
-    weights: str = "int8",
+    weights: str = "int4",
     threads: int | None = None,
     any_target: bool = False,
 ) -> Eagle3Head:

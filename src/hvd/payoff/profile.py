@@ -154,7 +154,7 @@ def _measure_head(target: Target, head: Drafter, context: int) -> tuple[Surface,
         head.propose(_KEY, 1)
         lengths = [n for n in EAGLE3_LENGTHS if n <= head.limit(_KEY)] or [1]
         seconds = [_least_draft(target, cache, head, length, backlog=1) for length in lengths]
-        backlog = max(2, min(BACKLOG, target.spec.context_limit // 8))
+        backlog = max(2, min(BACKLOG, target.spec.context_limit // 8, head.context_limit // 8))
         slow = _least_draft(target, cache, head, 1, backlog)
     finally:
         head.close(_KEY, keep=False)

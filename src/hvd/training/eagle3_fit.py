@@ -128,7 +128,8 @@ class Fit:
         options: FitOptions,
         settings: dict[str, Any],
     ) -> None:
-        """Resumes when the checkpoint is there. TrainingError when it is damaged or was made with other settings."""
+        """Resumes when the checkpoint is there. TrainingError when it is damaged, of another version, or was
+        made with other settings."""
         if not train[1] or not held[1]:
             raise TrainingError("nothing to learn from: no document is left to train on, or none to hold out")
         self.head, self.options = head, options
@@ -251,11 +252,14 @@ class Fit:
             raise TrainingError(damaged)
         try:
             saved = torch.load(io.BytesIO(content[:-DIGEST]), map_location=self._device, weights_only=True)
-            if saved["format"] != FORMAT:
-                raise ValueError(f"format {saved['format']}")
-            settings = saved["settings"]
+            made_by, settings = saved["format"], saved["settings"]
         except (RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
             raise TrainingError(damaged) from error
+        if made_by != FORMAT:
+            raise TrainingError(
+                f"{self._checkpoint} was made by another version (format {made_by}, this one reads {FORMAT}); "
+                "--restart trains anew, text and hidden states stay"
+            )
         for name in {**settings, **self._settings}:
             old, new = settings.get(name), self._settings.get(name)
             if old != new:

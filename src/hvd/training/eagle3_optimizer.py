@@ -27,8 +27,8 @@ class Schedule:
     warm_up: float = 0.03
 
     def __post_init__(self) -> None:
-        if not self.peak > 0:
-            raise ConfigError(f"learning rate must be positive, got {self.peak}")
+        if not 0 < self.peak < math.inf:
+            raise ConfigError(f"learning rate must be positive and finite, got {self.peak}")
         if not 0 <= self.warm_up < 1:
             raise ConfigError(f"the share of the warm-up must lie between 0 and 1, got {self.warm_up}")
 
@@ -68,7 +68,7 @@ class HeadOptimizer:
             optimizer.zero_grad(set_to_none=True)
 
     def step(self, rate: float) -> None:
-        """Move the weights along the gradients."""
+        """Move the weights along the gradients; `rate` is Muon's, AdamW has `OUTPUT_SHARE` of it."""
         torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
         for optimizer, share in ((self._muon, 1.0), (self._adamw, OUTPUT_SHARE)):
             for group in optimizer.param_groups:
