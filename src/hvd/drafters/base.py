@@ -76,6 +76,10 @@ class Drafter(ABC):
         """Names what the time of a draft depends on, in letters and digits: measured costs are kept under it."""
         return type(self).__name__.lower()
 
+    def unhesitating(self) -> Drafter:
+        """A drafter without requests that drafts as much as it is asked for: its cost is measured with it."""
+        return self
+
     @property
     def wants_hidden(self) -> bool:
         """Whether `observe` needs the target's hidden states."""

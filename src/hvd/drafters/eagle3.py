@@ -148,7 +148,7 @@ class Eagle3Drafter(Drafter):
         return self._requests[key].backlog
 
     def unhesitating(self) -> Eagle3Drafter:
-        """A drafter over the same head, without requests, whose chains never end early: for measuring the cost."""
+        """See `Drafter.unhesitating`: over the same head, with chains that never end early."""
         other = copy.copy(self)
         other.config, other._requests = replace(self.config, min_prob=0.0), {}
         return other

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from hvd.drafters.base import Drafter
-from hvd.drafters.eagle3 import Eagle3Drafter
 from hvd.errors import ConfigError, PredictorError
 from hvd.models.onnx_cache import cache_root
 from hvd.models.target import KVCache, Span, Target
@@ -147,7 +146,7 @@ def _measure_head(target: Target, head: Drafter, context: int) -> tuple[Surface,
     As when decoding, a pass of the target comes before each draft: it leaves nothing of a head in the processor's
     caches, and a head that finds its weights there is several times as fast.
     """
-    head, cache = head.unhesitating() if isinstance(head, Eagle3Drafter) else head, target.open()
+    head, cache = head.unhesitating(), target.open()
     head.open(_KEY)
     try:
         _observe(target, head, context // 2, prompt=True)
