@@ -13,7 +13,6 @@ import pytest
 
 from hvd.bench import peers_vllm
 from hvd.bench.peers import (
-    MissingPeerError,
     PeerAnswer,
     PeerMethod,
     PeerSetup,
@@ -161,6 +160,14 @@ class FakeVllm(ModuleType):
         super().__init__("vllm")
         self.engines: list[dict[str, Any]] = []
         self.SamplingParams = SimpleNamespace
+        self.platforms = ModuleType("vllm.platforms")
+        self.platforms.current_platform = SimpleNamespace(is_cpu=lambda: True)  # type: ignore[attr-defined]
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In vLLM's place, with all that its methods need."""
+        monkeypatch.setitem(sys.modules, "vllm", self)
+        monkeypatch.setitem(sys.modules, "vllm.platforms", self.platforms)
+        monkeypatch.setattr(peers_vllm, "find_spec", lambda name: name)
 
     def LLM(self, **options: Any) -> Any:
         self.engines.append(options)
@@ -175,7 +182,7 @@ class FakeVllm(ModuleType):
 
 def test_vllm_is_started_once_a_method_and_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeVllm()
-    monkeypatch.setitem(sys.modules, "vllm", fake)
+    fake.install(monkeypatch)
     setup = PeerSetup("model", None, (2,), 512, eagle3="head")
     methods, missing = open_peers(["vllm"], setup)
     assert not missing
@@ -193,14 +200,33 @@ def test_vllm_is_started_once_a_method_and_timed_by_its_own_clock(monkeypatch: p
     assert "--eagle3" in missing["vllm-eagle3"]
 
 
-def test_a_peer_that_cant_start_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_cant_start_is_missing_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     fake = FakeVllm()
-    fake.LLM = lambda **options: (_ for _ in ()).throw(RuntimeError("no GPU\nmore"))  # type: ignore[method-assign]
-    monkeypatch.setitem(sys.modules, "vllm", fake)
-    _, missing = open_peers(["vllm-ngram"], PeerSetup("model", None, (2,), 512))
-    assert missing == {"vllm": "vLLM can't start (no GPU)"}
-    with pytest.raises(MissingPeerError):
-        peers_vllm.open_methods(PeerSetup("model", None, (2,), 512), ["vllm-ngram"])
+    fake.install(monkeypatch)
+    start = fake.LLM
+
+    def failing(**options: Any) -> Any:
+        match (options["speculative_config"] or {}).get("method"):
+            case "ngram":
+                raise RuntimeError("no GPU\nmore")
+            case "eagle3":
+                raise ValueError("1 validation error for SpeculativeConfig\n  Value error, no head [type=..]")
+        return start(**options)
+
+    fake.LLM = failing  # type: ignore[method-assign]
+    monkeypatch.setattr(peers_vllm, "find_spec", lambda name: None)
+    methods, missing = open_peers(["vllm"], PeerSetup("model", None, (2,), 512, eagle3="head"))
+    assert [method.name for method in methods] == ["vllm"]
+    assert missing["vllm-ngram"] == "vLLM can't start (no GPU)"
+    assert missing["vllm-eagle3"] == "vLLM can't start (Value error, no head [type=..])"
+    assert "arctic-inference" in missing["vllm-suffix"]
+    (tmp_path / "model.gguf").touch()
+    methods, missing = open_peers(["vllm"], PeerSetup(str(tmp_path / "model.gguf"), None, (2,), 512))
+    assert not methods
+    assert list(missing) == ["vllm"]
+    assert "GGUF" in missing["vllm"]
 
 
 def test_the_command_names_a_missing_peer_and_goes_on(

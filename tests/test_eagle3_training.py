@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +16,14 @@ import torch
 
 from hvd import LLM, SamplingParams
 from hvd.cli.main import main
-from hvd.errors import TrainingError
+from hvd.errors import HVDError, TrainingError
 from hvd.models.checkpoint import Checkpoint, load_checkpoint
 from hvd.models.eagle3 import NumpyHead
 from hvd.models.eagle3_checkpoint import load_eagle3
 from hvd.models.torch_target import TorchTarget
 from hvd.traces.prompts import Prompt, Turn
 from hvd.traces.schema import Trace
-from hvd.training.eagle3 import Eagle3Options, new_head, train_eagle3
+from hvd.training.eagle3 import Eagle3Options, new_head, train_eagle3, write_text
 from hvd.training.eagle3_answers import target_answers
 from hvd.training.eagle3_export import write_head
 from hvd.training.eagle3_fit import Fit, FitOptions, Point, Score, evaluate
@@ -29,6 +31,7 @@ from hvd.training.eagle3_packs import make_pack
 from hvd.training.eagle3_place import only_run
 from hvd.training.eagle3_states import StateStore
 from hvd.training.eagle3_text import Document, coverage, documents_of, draft_vocabulary, hold_out
+from hvd.training.eagle3_workers import Writer, _follow, write_text_with
 
 STEPS = 4
 CURVE = [Point(1, 1, 1.0, 2.0, Score((0.1,), (0.1,), 2.0))]
@@ -320,6 +323,31 @@ def test_from_prompts_to_a_head_that_drafts(
     head = ["--eagle3", str(out / "head"), "--policy", "eagle3"]
     spoken = run("generate", "w1 w2", "--raw", "-m", model, *head, "--max-tokens", "12", "--json")
     assert spoken["arms"]["eagle3"]["drafted"] > 0
+
+
+def test_workers_make_the_text_that_one_process_takes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    model, prompts = str(tiny_model("llama")), [prompt(f"p{n}", f"w{n} w{n + 1}") for n in range(5)]
+    options = Eagle3Options(max_tokens=8, temperatures=(0.0, 1.0), fit=OPTIONS)
+    writer, said = Writer(model, "float32", "cpu", threads=2), []
+    write_text_with(2, writer, prompts, tmp_path, options, lambda *state: said.append(state), lambda _: None)
+    assert max(done for _, done, _ in said) == 5
+    assert {total for *_, total in said} <= {2, 3, 5}
+    made = sorted(tmp_path.glob("text/*/*.parquet"))
+    traces = write_text(writer.open(), prompts, tmp_path, options, lambda *_: None, lambda _: None)
+    assert len(traces) == 10
+    assert sorted(tmp_path.glob("text/*/*.parquet")) == made, "nothing was made again"
+
+
+def test_a_worker_that_fails_or_dies_is_told(tmp_path: Path) -> None:
+    options = Eagle3Options(max_tokens=8, fit=OPTIONS)
+    missing = Writer(str(tmp_path / "nowhere"), "float32", "cpu")
+    with pytest.raises(HVDError, match="nowhere"):
+        write_text_with(2, missing, [prompt("a", "w1"), prompt("b", "w2")], tmp_path, options, lambda *_: None, print)
+    context = multiprocessing.get_context("spawn")
+    killed = context.Process(target=os._exit, args=(9,))
+    killed.start()
+    with pytest.raises(TrainingError, match=r"died \(exit code 9; out of memory\?\)"):
+        _follow([killed], context.Queue(), lambda *_: None, print)
 
 
 def test_nothing_to_learn_from_is_one_line(checkpoint: Checkpoint, target: TorchTarget, tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 @click.option("--max-tokens", type=click.IntRange(1), default=256, help="Longest answer to generate.")
 @click.option("--temperatures", default="0,0.8", help="The target answers each prompt once at each; empty: not at all.")
 @click.option("--recorded", is_flag=True, help="Learn from the prompt files' recorded answers too.")
-@click.option("--batch", type=click.IntRange(1), default=64, help="Answers generated side by side.")
+@click.option("--batch", type=click.IntRange(1), default=64, help="Answers generated side by side, by each worker.")
+@click.option("--workers", type=click.IntRange(1), default=1, help="Processes that generate; each holds the model.")
 @click.option("--vocab", type=click.IntRange(2), default=8192, help="Entries of the draft vocabulary.")
 @click.option("--intermediate", type=click.IntRange(1), help="Size of the head's MLP (the target's when not given).")
 @click.option("--length", type=click.IntRange(16), default=2048, help="Most tokens of a text and of a pack.")
@@ -61,7 +62,7 @@ def eagle3(**given: Any) -> None:
 
     Four stages, each kept under OUT and resumed by running the same command again: answers (text/), hidden states
     (states/), training (checkpoint.pt), and the head (head/), which '--eagle3 OUT/head' takes. Needs the extra 'torch',
-    and hours where there is no GPU.
+    and hours where there is no GPU. There a small model answers faster with '--workers', which share the cores.
 
     \b
     Examples:
@@ -119,36 +120,27 @@ def _options(given: dict[str, Any], temperatures: tuple[float, ...]) -> Eagle3Op
 
 
 def _train(given: dict[str, Any], prompts: list[Prompt], options: Eagle3Options, progress: Progress) -> Trained:
-    from hvd.config import EngineConfig, SuffixConfig
-    from hvd.engine.llm import LLM
     from hvd.models.checkpoint import load_checkpoint
     from hvd.models.torch_target import TorchTarget
     from hvd.training.eagle3 import train_eagle3, write_text
     from hvd.training.eagle3_answers import given_traces
     from hvd.training.eagle3_place import only_run
+    from hvd.training.eagle3_workers import Writer, write_text_with
 
-    # Short copies, verified whenever there is one: in a large batch a pass hardly notices them.
-    suffix = SuffixConfig(mode="arctic", shared=False)
-    llm = LLM(
-        given["model"],
-        backend="torch",
-        weights=given["dtype"],
-        device=given["device"],
-        threads=given["threads"],
-        eagle3="none",
-        predictor="none",
-        config=EngineConfig(policy="cache", max_batch=given["batch"], prefill_chunk=512, suffix=suffix),
-        progress=progress,
-    )
-    assert isinstance(llm.target, TorchTarget)
+    checkpoint = load_checkpoint(given["model"])
+    writer = Writer(given["model"], given["dtype"], given["device"], given["threads"], given["batch"])
     out: Path = given["out"]
     with only_run(out):
         if given["restart"]:
             (out / "checkpoint.pt").unlink(missing_ok=True)
+        if prompts and given["workers"] > 1:
+            write_text_with(given["workers"], writer, prompts, out, options, progress, note)
+        llm = writer.open(progress)
+        assert isinstance(llm.target, TorchTarget)
         text = list(given_traces([Path(name) for name in given["text"]]))
         if prompts:
             text += write_text(llm, prompts, out, options, progress, note)
-        return train_eagle3(load_checkpoint(given["model"]), llm.target, text, out, options, progress, note)
+        return train_eagle3(checkpoint, llm.target, text, out, options, progress, note)
 
 
 def _print(trained: Trained) -> None:

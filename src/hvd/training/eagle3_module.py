@@ -162,7 +162,7 @@ class HeadModule(nn.Module):
         place = rows.within
         keys = [self._rotated(self.midlayer.self_attn.k_proj(x), place)]
         values = [self._heads(self.midlayer.self_attn.v_proj(x))]
-        carried, x = features[rows.base], x[rows.base]
+        carried, x = features.index_select(0, rows.base), x.index_select(0, rows.base)
         for step in range(count):
             at = place[rows.base] + step
             query = self._rotated(self.midlayer.self_attn.q_proj(x), at)
@@ -229,7 +229,8 @@ class HeadModule(nn.Module):
         label = torch.where(valid, labels[following], -1)
         chosen = torch.nonzero(label >= 0)[:, 0]
         target = wanted[rows.slot[rows.token(step)[chosen]]]
-        each = -(target * functional.log_softmax(logits[chosen], dim=-1)).sum(-1)
+        # index_select, for the gradient of an indexed tensor is written entry by entry
+        each = -(target * functional.log_softmax(logits.index_select(0, chosen), dim=-1)).sum(-1)
         return StepResult(
             loss=each.sum(),
             rows=torch.tensor(len(chosen), device=logits.device),
