@@ -102,6 +102,7 @@ def head_config(shape: HeadSpec, target: TargetSpec) -> dict[str, Any]:
         "draft_vocab_size": shape.draft_vocab_size,
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": list(target.aux_layers),
+        "num_aux_hidden_states": len(target.aux_layers),
         "target_name": target.name,
         "target_fingerprint": target.fingerprint,
         **_rope(shape.rope),
