@@ -14,9 +14,9 @@ import torch
 from hvd.errors import ConfigError
 from hvd.models.checkpoint import load_checkpoint
 from hvd.models.torch_target import TorchTarget
-from hvd.training.eagle3 import Eagle3Options, new_head
-from hvd.training.eagle3_module import HeadModule
-from hvd.training.eagle3_optimizer import OUTPUT_SHARE, HeadOptimizer, Schedule
+from hvd.training.eagle3.module import HeadModule
+from hvd.training.eagle3.optimizer import OUTPUT_SHARE, HeadOptimizer, Schedule
+from hvd.training.eagle3.train import Eagle3Options, new_head
 
 
 @pytest.fixture

@@ -23,15 +23,15 @@ from hvd.models.eagle3_checkpoint import load_eagle3
 from hvd.models.torch_target import TorchTarget
 from hvd.traces.prompts import Prompt, Turn
 from hvd.traces.schema import Trace
-from hvd.training.eagle3 import Eagle3Options, new_head, train_eagle3, write_text
-from hvd.training.eagle3_answers import target_answers
-from hvd.training.eagle3_export import write_head
-from hvd.training.eagle3_fit import Fit, FitOptions, Point, Score, evaluate
-from hvd.training.eagle3_packs import make_pack
-from hvd.training.eagle3_place import only_run
-from hvd.training.eagle3_states import StateStore
-from hvd.training.eagle3_text import Document, coverage, documents_of, draft_vocabulary, hold_out
-from hvd.training.eagle3_workers import Writer, _follow, write_text_with
+from hvd.training.eagle3.answers import target_answers
+from hvd.training.eagle3.export import write_head
+from hvd.training.eagle3.fit import Fit, FitOptions, Point, Score, evaluate
+from hvd.training.eagle3.packs import make_pack
+from hvd.training.eagle3.place import only_run
+from hvd.training.eagle3.states import StateStore
+from hvd.training.eagle3.text import Document, coverage, documents_of, draft_vocabulary, hold_out
+from hvd.training.eagle3.train import Eagle3Options, new_head, train_eagle3, write_text
+from hvd.training.eagle3.workers import Writer, _follow, write_text_with
 
 STEPS = 4
 CURVE = [Point(1, 1, 1.0, 2.0, Score((0.1,), (0.1,), 2.0))]
@@ -227,7 +227,7 @@ def test_checkpoints_of_other_settings_and_damaged_ones_are_refused(
     fit(replace(OPTIONS, epochs=1)).run()
     with pytest.raises(TrainingError, match=r"made with learning_rate 0\.003, now 0\.1"):
         fit(replace(OPTIONS, epochs=1, learning_rate=0.1))
-    monkeypatch.setattr("hvd.training.eagle3_fit.FORMAT", 99)
+    monkeypatch.setattr("hvd.training.eagle3.fit.FORMAT", 99)
     with pytest.raises(TrainingError, match=r"another version \(format 2, this one reads 99\); --restart"):
         fit(replace(OPTIONS, epochs=1))
     monkeypatch.undo()

@@ -23,8 +23,8 @@ from hvd.models.eagle3 import HeadOutput, NumpyHead
 from hvd.models.eagle3_checkpoint import load_eagle3
 from hvd.models.torch_target import TorchTarget
 from hvd.traces.schema import Trace
-from hvd.training.eagle3 import Eagle3Options, train_eagle3
-from hvd.training.eagle3_fit import FitOptions
+from hvd.training.eagle3.fit import FitOptions
+from hvd.training.eagle3.train import Eagle3Options, train_eagle3
 from hvd.types import Draft, Float32Array
 from support import plain
 

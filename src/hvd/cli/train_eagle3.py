@@ -17,8 +17,8 @@ MOST_LINES = 12
 
 if TYPE_CHECKING:
     from hvd.traces.prompts import Prompt
-    from hvd.training.eagle3 import Eagle3Options, Trained
-    from hvd.training.eagle3_answers import Progress
+    from hvd.training.eagle3.answers import Progress
+    from hvd.training.eagle3.train import Eagle3Options, Trained
 
 
 @click.command("eagle3")
@@ -100,8 +100,8 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 
 def _options(given: dict[str, Any], temperatures: tuple[float, ...]) -> Eagle3Options:
-    from hvd.training.eagle3 import Eagle3Options
-    from hvd.training.eagle3_fit import FitOptions
+    from hvd.training.eagle3.fit import FitOptions
+    from hvd.training.eagle3.train import Eagle3Options
 
     if math.isnan(given["states_gb"]):
         raise ConfigError("--states-gb must be a number of gigabytes, got nan")
@@ -122,10 +122,10 @@ def _options(given: dict[str, Any], temperatures: tuple[float, ...]) -> Eagle3Op
 def _train(given: dict[str, Any], prompts: list[Prompt], options: Eagle3Options, progress: Progress) -> Trained:
     from hvd.models.checkpoint import load_checkpoint
     from hvd.models.torch_target import TorchTarget
-    from hvd.training.eagle3 import train_eagle3, write_text
-    from hvd.training.eagle3_answers import given_traces
-    from hvd.training.eagle3_place import only_run
-    from hvd.training.eagle3_workers import Writer, write_text_with
+    from hvd.training.eagle3.answers import given_traces
+    from hvd.training.eagle3.place import only_run
+    from hvd.training.eagle3.train import train_eagle3, write_text
+    from hvd.training.eagle3.workers import Writer, write_text_with
 
     checkpoint = load_checkpoint(given["model"])
     writer = Writer(given["model"], given["dtype"], given["device"], given["threads"], given["batch"])

@@ -16,8 +16,8 @@ from hvd.config import EngineConfig, SuffixConfig
 from hvd.engine.llm import LLM
 from hvd.errors import HVDError, TrainingError
 from hvd.traces.prompts import Prompt
-from hvd.training.eagle3 import Eagle3Options, write_text
-from hvd.training.eagle3_answers import Note, Progress
+from hvd.training.eagle3.answers import Note, Progress
+from hvd.training.eagle3.train import Eagle3Options, write_text
 
 _PATIENCE = 0.5
 """Seconds between two looks at whether all workers live."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hvd.errors import TrainingError
 from hvd.models.torch_target import TorchTarget
-from hvd.training.eagle3_text import Document
+from hvd.training.eagle3.text import Document
 
 SHARD_TOKENS = 32768
 PASS_TOKENS = 4096

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from hvd.training.eagle3_module import Pack
-from hvd.training.eagle3_states import StateStore
-from hvd.training.eagle3_text import Document
+from hvd.training.eagle3.module import Pack
+from hvd.training.eagle3.states import StateStore
+from hvd.training.eagle3.text import Document
 from hvd.types import BoolArray
 
 STRETCH = 16

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvd.errors import ConfigError
-from hvd.training.eagle3_module import HeadModule
+from hvd.training.eagle3.module import HeadModule
 
 OUTPUT_SHARE = 0.5
 """Rate of what AdamW moves as a share of the rate of what Muon moves."""

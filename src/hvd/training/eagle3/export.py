@@ -25,8 +25,8 @@ from hvd.errors import TrainingError
 from hvd.models.config import RopeConfig
 from hvd.models.eagle3_tensors import HeadSpec
 from hvd.models.target import TargetSpec
-from hvd.training.eagle3_fit import Point, rank
-from hvd.training.eagle3_module import HeadModule
+from hvd.training.eagle3.fit import Point, rank
+from hvd.training.eagle3.module import HeadModule
 from hvd.types import Int64Array
 
 

@@ -26,12 +26,12 @@ from hvd.models.eagle3_tensors import HeadSpec
 from hvd.models.torch_target import TorchTarget
 from hvd.traces.prompts import Prompt
 from hvd.traces.schema import Trace
-from hvd.training.eagle3_answers import Note, Progress, recorded_answers, target_answers
-from hvd.training.eagle3_export import write_head
-from hvd.training.eagle3_fit import Fit, FitOptions, Point
-from hvd.training.eagle3_module import HeadModule
-from hvd.training.eagle3_states import StateStore
-from hvd.training.eagle3_text import Document, coverage, documents_of, draft_vocabulary, hold_out
+from hvd.training.eagle3.answers import Note, Progress, recorded_answers, target_answers
+from hvd.training.eagle3.export import write_head
+from hvd.training.eagle3.fit import Fit, FitOptions, Point
+from hvd.training.eagle3.module import HeadModule
+from hvd.training.eagle3.states import StateStore
+from hvd.training.eagle3.text import Document, coverage, documents_of, draft_vocabulary, hold_out
 from hvd.types import Int64Array
 
 LAYER_TENSORS = (

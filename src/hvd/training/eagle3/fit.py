@@ -17,11 +17,11 @@ import torch
 
 from hvd.errors import ConfigError, TrainingError
 from hvd.payoff.files import write_whole
-from hvd.training.eagle3_module import HeadModule, Pack
-from hvd.training.eagle3_optimizer import HeadOptimizer, Schedule
-from hvd.training.eagle3_packs import make_pack, packs_of
-from hvd.training.eagle3_states import StateStore
-from hvd.training.eagle3_text import Document
+from hvd.training.eagle3.module import HeadModule, Pack
+from hvd.training.eagle3.optimizer import HeadOptimizer, Schedule
+from hvd.training.eagle3.packs import make_pack, packs_of
+from hvd.training.eagle3.states import StateStore
+from hvd.training.eagle3.text import Document
 
 FORMAT = 2
 DIGEST = 32
