@@ -238,12 +238,10 @@ class HeadModule(nn.Module):
             valid=valid,
         )
 
-    def initialize(self, target: dict[str, Tensor], *, biased: bool) -> None:
+    def initialize(self, target: dict[str, Tensor]) -> None:
         """Begin as the target's last layer on its last auxiliary state: half of what is to be learned.
 
         target   its last layer's tensors by their names within the layer, and "norm.weight"
-        biased   its queries and keys have biases, for which a head has no room: without them its attention looks
-                 elsewhere, so that of the head begins at random
         """
         hidden = self.shape.hidden_size
         with torch.no_grad():
@@ -255,7 +253,7 @@ class HeadModule(nn.Module):
                 source = target.get(f"{name}.weight")
                 fan_in = linear.weight.shape[1]
                 nn.init.normal_(linear.weight, std=0.5 * fan_in**-0.5)
-                if source is None or (biased and name.endswith(("q_proj", "k_proj"))):
+                if source is None:
                     continue
                 if name.endswith(("q_proj", "k_proj", "v_proj")):  # the embedding's half in front stays random
                     linear.weight[:, :hidden] *= 0.2

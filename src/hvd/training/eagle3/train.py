@@ -173,8 +173,7 @@ def new_head(checkpoint: Checkpoint, target: TorchTarget, draft_ids: Int64Array,
         prefix = f"model.layers.{config.num_layers - 1}."
         tensors = {name: torch.tensor(checkpoint.tensor(f"{prefix}{name}.weight")).float() for name in LAYER_TENSORS}
         tensors["norm"] = torch.tensor(checkpoint.tensor("model.norm.weight")).float()
-        tensors = {f"{name}.weight": tensor.to(device) for name, tensor in tensors.items()}
-        head.initialize(tensors, biased=config.qkv_bias)
+        head.initialize({f"{name}.weight": tensor.to(device) for name, tensor in tensors.items()})
     return head
 
 
