@@ -21,7 +21,7 @@ class Example:
 
 
 def _cpu_small() -> CostModel:
-    """benchmarks/results/engine-smollm2.json, "hvd int8", least of the repeats."""
+    """`benchmarks/engine.py` on 2026-11-29, "hvd int8", least of the repeats; engine-smollm2.json is of a later run."""
     milliseconds = [[9.58, 10.45, 13.47, 18.56, 29.75], [22.93, 25.85, 31.5, 43.08, 67.69]]
     return _measured((512, 4096), (2, 4, 8, 16, 32), milliseconds, min_width=2)
 
