@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -356,6 +359,30 @@ def test_a_worker_that_fails_or_dies_is_told(tmp_path: Path) -> None:
     killed.start()
     with pytest.raises(TrainingError, match=r"died \(exit code 9; out of memory\?\)"):
         _follow([killed], context.Queue(), lambda *_: None, print)
+
+
+def test_an_end_from_outside_ends_the_workers_too(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text("\n".join(json.dumps({"id": f"p{n}", "prompt": f"w{n % 40}"}) for n in range(20_000)))
+    command = ["train", "eagle3", "-m", str(tiny_model("llama")), "-d", str(prompts), "-o", str(out), "--workers", "2"]
+    small = ["--batch", "2", "--max-tokens", "8", "--dtype", "float32", "--device", "cpu"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "hvd", *command, *small], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while not any(out.glob("text/*/*.parquet")) and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    run.terminate()
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 130, said
+    assert f"what was made is kept in {out}" in said
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(run.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    pytest.fail("a worker lives on")
 
 
 def test_nothing_to_learn_from_is_one_line(checkpoint: Checkpoint, target: TorchTarget, tmp_path: Path) -> None:

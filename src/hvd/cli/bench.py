@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd.cli.common import SEED, ModelOptions, check_policies, model_options, read_conversations
-from hvd.cli.console import note, progress_bar, stdout_console, stopped_like_ctrl_c
+from hvd.cli.console import note, progress_bar, stdout_console
 from hvd.cli.report import write_report
 from hvd.config import SamplingParams
 from hvd.errors import ConfigError, RequestError
@@ -184,8 +184,7 @@ def bench(options: ModelOptions, **given: Any) -> None:
     )
     whole = False
     try:
-        with stopped_like_ctrl_c():
-            _run(runner, prompts, file)
+        _run(runner, prompts, file)
         whole = True
     finally:
         if file.records:

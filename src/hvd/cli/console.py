@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,25 +76,6 @@ def waiting(what: str) -> Iterator[None]:
         return
     with console.status(what):
         yield
-
-
-@contextmanager
-def stopped_like_ctrl_c() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP end a command as Ctrl-C does, so that it can save what it has."""
-
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    ours = [getattr(signal, name) for name in names if threading.current_thread() is threading.main_thread()]
-    ours = [number for number in ours if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores SIGHUP
-    for number in ours:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def read_text(path: str) -> str:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import click
@@ -66,7 +69,7 @@ def run() -> NoReturn:
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code."""
     try:
-        with hvd.make_context("hvd", list(arguments)) as context:
+        with _stopped_like_ctrl_c(), hvd.make_context("hvd", list(arguments)) as context:
             hvd.invoke(context)
         sys.stdout.flush()
         return 0
@@ -88,6 +91,25 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the edge of the program
         hint = "" if _debug() else " (set HVD_DEBUG=1 to see where; please report it)"
         return _say(f"unexpected {type(error).__name__}: {error}{hint}", FAULT)
+
+
+@contextmanager
+def _stopped_like_ctrl_c() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP end a command as Ctrl-C does: it saves what it has and leaves nothing running."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    ours = [getattr(signal, name) for name in names if threading.current_thread() is threading.main_thread()]
+    ours = [number for number in ours if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores SIGHUP
+    for number in ours:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _say(message: str, code: int) -> int:

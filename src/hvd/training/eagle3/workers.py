@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import queue
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -128,15 +128,19 @@ def _work(
     out: Path,
     options: Eagle3Options,
 ) -> None:
-    """SIGTERM from the parent ends it, once what it has is written. The terminal's Ctrl-C is the parent's."""
+    """One worker. Ends by its parent's SIGTERM or end, once what it has is written; Ctrl-C is for the parent alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-    def say(kind: str) -> Callable[..., None]:
-        return lambda *said: messages.put((kind, worker, said if kind == "progress" else said[0]))
+    parent = multiprocessing.parent_process()
+
+    def progress(what: str, done: int, total: int) -> None:
+        if parent is not None and not parent.is_alive():
+            raise KeyboardInterrupt
+        messages.put(("progress", worker, (what, done, total)))
 
     try:
-        write_text(writer.open(), prompts, out, options, say("progress"), say("note"))
+        write_text(writer.open(), prompts, out, options, progress, lambda line: messages.put(("note", worker, line)))
         said: _Message = ("done", worker, None)
     except KeyboardInterrupt:
         return
