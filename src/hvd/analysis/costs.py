@@ -21,8 +21,8 @@ class Example:
 
 
 def _cpu_small() -> CostModel:
-    """`benchmarks/engine.py` on 2026-11-29, "hvd int8", least of the repeats; engine-smollm2.json is of a later run."""
-    milliseconds = [[9.58, 10.45, 13.47, 18.56, 29.75], [22.93, 25.85, 31.5, 43.08, 67.69]]
+    """benchmarks/results/engine-smollm2.json, "hvd int8", least of the repeats."""
+    milliseconds = [[8.93, 10.08, 12.93, 18.63, 29.41], [22.78, 24.42, 30.75, 41.49, 65.95]]
     return _measured((512, 4096), (2, 4, 8, 16, 32), milliseconds, min_width=2)
 
 
