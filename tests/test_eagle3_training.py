@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -361,21 +362,34 @@ def test_a_worker_that_fails_or_dies_is_told(tmp_path: Path) -> None:
         _follow([killed], context.Queue(), lambda *_: None, print)
 
 
-def test_an_end_from_outside_ends_the_workers_too(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("when", "how"), [("starting", "TERM"), ("writing", "TERM"), ("starting", "INT")])
+def test_an_end_from_outside_ends_the_workers_too(
+    when: str, how: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     prompts.write_text("\n".join(json.dumps({"id": f"p{n}", "prompt": f"w{n % 40}"}) for n in range(20_000)))
     command = ["train", "eagle3", "-m", str(tiny_model("llama")), "-d", str(prompts), "-o", str(out), "--workers", "2"]
     small = ["--batch", "2", "--max-tokens", "8", "--dtype", "float32", "--device", "cpu"]
     run = subprocess.Popen(
-        [sys.executable, "-m", "hvd", *command, *small], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-m", "hvd", *command, *small],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored behind an '&'
     )
     deadline = time.monotonic() + 120
-    while not any(out.glob("text/*/*.parquet")) and run.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.2)
-    run.terminate()
+    begun = "text/*/*.parquet" if when == "writing" else ".lock"
+    while not any(out.glob(begun)) and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if how == "INT":
+        time.sleep(1)
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to all of them
+    else:
+        run.terminate()
     _, said = run.communicate(timeout=60)
     assert run.returncode == 130, said
     assert f"what was made is kept in {out}" in said
+    assert "Traceback" not in said
     while time.monotonic() < deadline:
         try:
             os.killpg(run.pid, 0)

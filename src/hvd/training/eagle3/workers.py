@@ -6,7 +6,9 @@ import multiprocessing
 import os
 import queue
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,7 +22,7 @@ from hvd.training.eagle3.answers import Note, Progress
 from hvd.training.eagle3.train import Eagle3Options, write_text
 
 _PATIENCE = 0.5
-"""Seconds between two looks at whether all workers live."""
+"""Seconds between two looks at whether the others live."""
 
 _Message = tuple[str, int, Any]
 """(kind, worker, what is said): "progress" (what, done, total), "note" a line, "failed" an error, "done" None."""
@@ -75,21 +77,50 @@ def write_text_with(
     writer, options = replace(writer, threads=threads), replace(options, recorded=False)
     context = multiprocessing.get_context("spawn")
     messages: multiprocessing.Queue[_Message] = context.Queue()
+    # What a process is started with is written to it while the caller waits for it to have started; prompts are many.
+    shares: multiprocessing.Queue[Sequence[Prompt]] = context.Queue()
     processes: list[BaseProcess] = [
-        context.Process(target=_work, args=(i, messages, writer, prompts[i::workers], out, options), daemon=True)
+        context.Process(target=_work, args=(i, messages, shares, writer, out, options), daemon=True)
         for i in range(workers)
     ]
-    for process in processes:
-        process.start()
     try:
+        for worker, process in enumerate(processes):
+            with _held_signals():
+                process.start()
+            shares.put(prompts[worker::workers])
         _follow(processes, messages, progress, note)
     except BaseException:
+        shares.cancel_join_thread()
         for process in processes:
-            process.terminate()
+            if process.pid is not None:
+                process.terminate()
         raise
     finally:
         for process in processes:
-            process.join()
+            if process.pid is not None:
+                process.join()
+
+
+@contextmanager
+def _held_signals() -> Iterator[None]:
+    """A process started in here ignores Ctrl-C from its first moment, and a signal that would break in acts behind it:
+    a process half started is one that nobody knows of."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
+    for number in handlers:
+        ignored = number == signal.SIGINT
+        signal.signal(number, signal.SIG_IGN if ignored else lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _follow(
@@ -123,26 +154,40 @@ def _follow(
 def _work(
     worker: int,
     messages: multiprocessing.Queue[_Message],
+    shares: multiprocessing.Queue[Sequence[Prompt]],
     writer: Writer,
-    prompts: Sequence[Prompt],
     out: Path,
     options: Eagle3Options,
 ) -> None:
-    """One worker. Ends by its parent's SIGTERM or end, once what it has is written; Ctrl-C is for the parent alone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """One worker. Ends by its parent's SIGTERM or end, once what it has is written; it ignores Ctrl-C."""
+    parent, asked = multiprocessing.parent_process(), False
 
-    parent = multiprocessing.parent_process()
+    def share() -> Sequence[Prompt]:
+        while parent is None or parent.is_alive():
+            try:
+                return shares.get(timeout=_PATIENCE)
+            except queue.Empty:
+                continue
+        raise KeyboardInterrupt
+
+    def end(*_: object) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
 
     def progress(what: str, done: int, total: int) -> None:
-        if parent is not None and not parent.is_alive():
+        # Asked again: an exception that rises inside of a callback or of a bare except of others' code is lost.
+        if asked or (parent is not None and not parent.is_alive()):
             raise KeyboardInterrupt
         messages.put(("progress", worker, (what, done, total)))
 
     try:
-        write_text(writer.open(), prompts, out, options, progress, lambda line: messages.put(("note", worker, line)))
+        llm, prompts = writer.open(), share()
+        signal.signal(signal.SIGTERM, end)  # before that there is nothing to write, and the signal ends it at once
+        write_text(llm, prompts, out, options, progress, lambda line: messages.put(("note", worker, line)))
         said: _Message = ("done", worker, None)
     except KeyboardInterrupt:
+        messages.cancel_join_thread()  # nobody reads any longer: to wait for that would be for ever
         return
     except HVDError as error:
         said = ("failed", worker, error)
