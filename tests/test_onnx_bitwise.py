@@ -6,7 +6,7 @@ every place, prompts cut in any way, trees whose branches lie anywhere, and what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from hvd.models.loader import load_target
-from hvd.models.onnx_session import OnnxKVCache
+from hvd.models.onnx_attention import OnnxKVCache
 from hvd.models.onnx_target import OnnxTarget
-from hvd.models.target import Span
+from hvd.models.target import Span, SpanOutput
 from hvd.types import ROOT, Float32Array, Int32Array
 from tiny import ARCHITECTURES
 
@@ -59,7 +59,7 @@ class Reference:
             [output] = target.forward([Span(cache, text[position : position + 1])])
             cache.keep((0,))
             logits[position] = output.logits[0]
-        return Reference(target, text, logits, cache, cache.store[:, :, : len(text)].copy())
+        return Reference(target, text, logits, cache, cache.read(np.arange(len(text))))
 
     def check(self, start: int, width: int) -> None:
         """A pass of `width` tokens behind the first `start` gives the reference's logits, keys and values."""
@@ -68,13 +68,13 @@ class Reference:
         [output] = self.target.forward([Span(self.cache, self.text[start:end])])
         self.cache.keep(range(width))
         assert np.array_equal(output.logits, self.logits[start:end]), f"width {width} at {start}"
-        same = np.array_equal(self.cache.store[:, :, start:end], self.store[:, :, start:end])
+        same = np.array_equal(self.cache.read(np.arange(start, end)), self.store[:, :, start:end])
         assert same, f"keys or values of width {width} at {start}"
 
     def restore(self) -> None:
         self.cache.rollback(0)
         self.cache.reserve(len(self.text))
-        self.cache.store[:, :, : len(self.text)] = self.store
+        self.cache.write(np.arange(len(self.text)), self.store)
         self.cache.length = len(self.text)
 
 
@@ -173,17 +173,18 @@ def test_tiny_models_bit_for_bit(tiny_reference: Reference) -> None:
     check_company(tiny_reference)
 
 
-def test_without_padding_the_same_checks_fail(
-    tiny_model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row left over in a block of attention does take another kernel, and the checks above notice."""
-    monkeypatch.setenv("HVD_CACHE", str(tmp_path))
-    target, _ = load_target(tiny_model("llama", hidden=64, head_dim=32), weights="fp32", threads=2)
-    assert isinstance(target, OnnxTarget)
-    monkeypatch.setattr(target, "_padded", lambda width: max(width, 2))
-    reference = Reference.of(target, np.random.default_rng(9).integers(0, 64, 130).astype(np.int32))
+def test_the_checks_notice_a_last_bit(tiny_reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = tiny_reference.target.forward
+
+    def other(spans: Sequence[Span]) -> list[SpanOutput]:
+        outputs = forward(spans)
+        if len(spans[0].tokens) > 30:
+            outputs[0].logits[7, 3] = np.nextafter(outputs[0].logits[7, 3], np.float32(np.inf))
+        return outputs
+
+    monkeypatch.setattr(tiny_reference.target, "forward", other)
     with pytest.raises(AssertionError, match="width"):
-        check_widths(reference, starts=2)
+        check_widths(tiny_reference, starts=2)
 
 
 # -- real models ------------------------------------------------------------------------------------------------------

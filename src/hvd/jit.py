@@ -23,6 +23,18 @@ def jit(function: _Function) -> _Function:
         return cast(_Function, numba.njit(error_model="numpy")(function))
 
 
+def callback(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function for callers in C, or load what an earlier process compiled; they call its `address`."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            return numba.cfunc(signature, cache=True, error_model="numpy")(function)
+        except RuntimeError:
+            return numba.cfunc(signature, error_model="numpy")(function)
+
+    return decorate
+
+
 def compiled(kernel: Callable[..., Any]) -> bool:
     """Whether an earlier process left compiled code of this kernel that is no older than its file."""
     dispatcher = cast(Any, kernel)

@@ -70,7 +70,8 @@ class _Graph:
         builder.input("rows", "int64", ["m"])
         builder.input("position_ids", "int64", [1, "n"])
         builder.input("attention_bias", "float32", [1, 1, "n", "total"])
-        builder.attention_inputs()
+        builder.input("last_position", "int32", [1])
+        builder.input("total_length", "int32", [])
         self._angles()
         x, normed = self._pair(features, embeds)
         state, update = normed if spec.norm_before_residual else features, ""

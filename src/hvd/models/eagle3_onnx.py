@@ -29,11 +29,12 @@ from hvd.models.eagle3 import PARTS, SCRATCH, Eagle3Head, HeadCache, HeadOutput,
 from hvd.models.eagle3_checkpoint import HeadWeights, find_eagle3, load_eagle3
 from hvd.models.eagle3_tensors import HeadSpec
 from hvd.models.onnx_cache import FORMATS, WEIGHTS_FILE, cache_root
-from hvd.models.onnx_session import bind, bind_result, open_session
+from hvd.models.onnx_linear import PACKED
+from hvd.models.onnx_session import open_session
 from hvd.models.target import TargetSpec
 from hvd.types import BoolArray, Float32Array, Int32Array
 
-FORMAT = 2
+FORMAT = 3
 HEAD_DIM_STEP = 16
 """The runtime's attention takes heads of a multiple of this."""
 ONE_THREAD_BYTES = 16 * 1024 * 1024
@@ -48,20 +49,23 @@ class OnnxHead(Eagle3Head):
         super().__init__(spec, embedding, target_ids)
         angles = (spec.context_limit + SCRATCH) * spec.head_dim * 4
         small = (directory / "step" / WEIGHTS_FILE).stat().st_size - angles < ONE_THREAD_BYTES
-        self._fuse = open_session(directory / "fuse", 1)
-        self._step = open_session(directory / "step", 1 if small else threads)
-        self._eat = open_session(directory / "eat", 1 if small else threads) if (directory / "eat").exists() else None
-        self._binding = self._step.io_binding()
+        threads = 1 if small else threads
+        self._fuse = open_session(directory / "fuse", 1).binding()
+        self._step = open_session(directory / "step", threads).binding()
+        self._eat = open_session(directory / "eat", threads).binding() if (directory / "eat").exists() else None
         self._bound: tuple[HeadCache | None, int] = (None, 0)
         self._total, self._last = np.zeros((), np.int32), np.zeros(1, np.int32)
-        bind(self._binding, "total_length", self._total)
-        bind(self._binding, "last_position", self._last)
+        self._step.input("total_length", self._total)
+        self._step.input("last_position", self._last)
 
     def fuse(self, states: Float32Array) -> Float32Array:
         """See `Eagle3Head.fuse`."""
         lone = len(states) % HEAD_DIM_STEP == 1
         padded = np.concatenate([states, states[-1:]]) if lone else states
-        fused: Float32Array = self._fuse.run(None, {"states": padded[None]})[0][0]
+        fused = np.empty((len(padded), self.spec.hidden_size), np.float32)
+        self._fuse.input("states", np.ascontiguousarray(padded)[None])
+        self._fuse.output("fused", fused, (1, *fused.shape))
+        self._fuse.run()
         return fused[: len(states)]
 
     def eat(self, tokens: Int32Array, states: Float32Array, cache: HeadCache) -> None:
@@ -73,15 +77,16 @@ class OnnxHead(Eagle3Head):
         count, start = len(tokens), cache.length
         if count % HEAD_DIM_STEP == 1:
             tokens, states = np.append(tokens, tokens[-1:]), np.concatenate([states, states[-1:]])
-        inputs = {
-            "states": np.ascontiguousarray(states)[None],
-            "embeds": self.embed(tokens)[None],
-            "position_ids": np.arange(start, start + len(tokens))[None],
-        }
+        self._eat.input("states", np.ascontiguousarray(states)[None])
+        self._eat.input("embeds", self.embed(tokens)[None])
+        self._eat.input("position_ids", np.arange(start, start + len(tokens))[None])
+        made = np.empty((2, len(tokens), self.spec.num_kv_heads, self.spec.head_dim), np.float32)
+        for name, rows in zip(("keys", "values"), made, strict=True):
+            self._eat.output(name, rows, (1, len(tokens), rows[0].size))
+        self._eat.run()
         cache.reserve(start + count)
-        shape = (len(tokens), self.spec.num_kv_heads, self.spec.head_dim)
-        for store, rows in zip((cache.keys, cache.values), self._eat.run(None, inputs), strict=True):
-            store[0, :, start : start + count] = rows.reshape(shape)[:count].transpose(1, 0, 2)
+        for store, rows in zip((cache.keys, cache.values), made, strict=True):
+            store[0, :, start : start + count] = rows[:count].transpose(1, 0, 2)
         cache.length += count
 
     def forward(
@@ -123,17 +128,17 @@ class OnnxHead(Eagle3Head):
         if self._bound != (cache, cache.capacity):
             self._bind_cache(cache)
         for name, array in inputs.items():
-            bind(self._binding, name, array)
-        bind_result(self._binding, "fed_back", output.features, (1, *output.features.shape))
-        bind_result(self._binding, "logits", output.logits, (1, *output.logits.shape))
-        self._step.run_with_iobinding(self._binding)
+            self._step.input(name, array)
+        self._step.output("fed_back", output.features, (1, *output.features.shape))
+        self._step.output("logits", output.logits, (1, *output.logits.shape))
+        self._step.run()
 
     def _bind_cache(self, cache: HeadCache) -> None:
         """Let the graph read and extend the cache in place."""
         for layer in range(self.spec.num_layers):
             for part, store in zip(PARTS, (cache.keys[layer], cache.values[layer]), strict=True):
-                bind(self._binding, f"past.{layer}.{part}", store, (1, *store.shape))
-                bind_result(self._binding, f"present.{layer}.{part}", store, (1, *store.shape))
+                self._step.input(f"past.{layer}.{part}", store, (1, *store.shape))
+                self._step.output(f"present.{layer}.{part}", store, (1, *store.shape))
         self._bound = (cache, cache.capacity)
 
 
@@ -157,7 +162,7 @@ def load_head(
     if weights not in FORMATS:
         raise ConfigError(f"weights of an EAGLE3 head must be one of {', '.join(FORMATS)}, got {weights!r}")
     folder = find_eagle3(source)
-    final = cache_root() / "eagle3" / f"{_digest(folder, target, any_target)}-{weights}-{FORMAT}"
+    final = cache_root() / "eagle3" / f"{_digest(folder, target, any_target)}-{weights}-{FORMAT}{'' if PACKED else 'r'}"
     if not final.exists():
         head = load_eagle3(folder, target, target_tensor, any_target=any_target)
         if head.spec.head_dim % HEAD_DIM_STEP:

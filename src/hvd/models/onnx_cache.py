@@ -2,6 +2,7 @@
 
     <cache>/onnx/<fingerprint>-<weights>-<format>/
         model.onnx  weights.bin      graph and weights (`onnx_graph`)
+        rope.npy                     cosines and sines of all positions
         config.json                  shape of the model, what was done to its weights, sizes of the other files
 
 The tokenizer stays with the checkpoint: it, the template and the end-of-sequence ids may change while the weights stay.
@@ -26,9 +27,10 @@ from platformdirs import user_cache_path
 
 from hvd.models.config import ModelConfig, RopeConfig
 
-FORMAT = 2
+FORMAT = 3
 GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"
+ROPE_FILE = "rope.npy"
 CONFIG_FILE = "config.json"
 FORMATS = ("int4", "int8", "fp32")
 
@@ -57,7 +59,9 @@ def cache_root() -> Path:
 
 def directory_of(fingerprint: str, weights: str) -> Path:
     """Where a conversion of the checkpoint with this fingerprint lives."""
-    return cache_root() / "onnx" / f"{fingerprint}-{weights}-{FORMAT}"
+    from hvd.models.onnx_linear import PACKED  # Numba: half a second that a look at the cache's root does without
+
+    return cache_root() / "onnx" / f"{fingerprint}-{weights}-{FORMAT}{'' if PACKED else 'r'}"
 
 
 def find(fingerprint: str, weights: str) -> Converted | None:

@@ -20,8 +20,8 @@ import numpy as np
 
 from hvd.errors import CheckpointError, ConfigError, UnsupportedModelError
 from hvd.models.checkpoint import Checkpoint
-from hvd.models.onnx_cache import FORMATS, Converted, describe, directory_of, find, publish, sweep
-from hvd.models.onnx_decoder import build_decoder
+from hvd.models.onnx_cache import FORMATS, ROPE_FILE, Converted, describe, directory_of, find, publish, sweep
+from hvd.models.onnx_decoder import build_decoder, rope_table
 from hvd.models.onnx_graph import GraphBuilder, Weight
 from hvd.models.onnx_heads import wide, widen
 from hvd.models.onnx_weights import BLOCK, carry_over, quantize
@@ -73,6 +73,7 @@ def write(directory: Path, checkpoint: Checkpoint, weights: str, progress: Progr
         for done, what in enumerate(build_decoder(builder, checkpoint.config, source)):
             progress(what, done, steps)
         builder.save(checkpoint.name)
+    np.save(directory / ROPE_FILE, rope_table(checkpoint.config))
     describe(Converted(directory, checkpoint.config, checkpoint.name, checkpoint.fingerprint, weights, source.fates))
     progress("done", steps, steps)
 

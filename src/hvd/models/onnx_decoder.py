@@ -8,8 +8,12 @@ from typing import Protocol
 import numpy as np
 
 from hvd.models.config import ModelConfig
+from hvd.models.onnx_api import DOMAIN
+from hvd.models.onnx_attention import OPERATOR
 from hvd.models.onnx_graph import GraphBuilder, Weight
 from hvd.models.onnx_heads import wide, wide_epsilon
+from hvd.models.onnx_linear import PACKED
+from hvd.models.onnx_weights import BlockWeight
 from hvd.models.rope import cos_sin
 from hvd.types import Float32Array, Float64Array
 
@@ -30,16 +34,12 @@ class WeightSource(Protocol):
 def build_decoder(builder: GraphBuilder, config: ModelConfig, weights: WeightSource) -> Iterator[str]:
     """Lay out the whole decoder. Yields what it is about to do, layer by layer.
 
-    Inputs, beside those of attention: input_ids int64 [1, n]; rows int64 [m], the positions whose logits are wanted;
-    past.{i}.key|value. Outputs: logits float32 [1, m, V]; entering.{i} float32 [1, n, H], the state entering layer i;
-    present.{i}.key|value.
+    Inputs: input_ids int64 [1, n]; rows int64 [m], the positions whose logits are wanted. Outputs: logits float32
+    [1, m, V]; entering.{i} float32 [1, n, H], the state entering layer i. Attention knows the cache and the positions
+    by itself (`onnx_attention`).
     """
     builder.input("input_ids", "int64", [1, "n"])
     builder.input("rows", "int64", ["m"])
-    builder.attention_inputs()
-    positions = np.arange(config.context_limit + PADDING, dtype=np.int64)
-    cos, sin = cos_sin(config.rope, config.head_dim, config.context_limit, positions)
-    builder.rotary(_wide_table(cos, 1.0, config.head_dim), _wide_table(sin, 0.0, config.head_dim))
     yield "embedding"
     state = builder.embedding(
         "input_ids",
@@ -57,6 +57,13 @@ def build_decoder(builder: GraphBuilder, config: ModelConfig, weights: WeightSou
     name = "model.embed_tokens" if config.tied else "lm_head"
     logits = builder.linear(wanted, name, weights.matrix(f"{name}.weight", bits=8), out="logits")
     builder.output(logits, "float32", [1, "m", config.vocab_size])
+
+
+def rope_table(config: ModelConfig) -> Float32Array:
+    """Cosines and sines of every position, [2, positions, W/2] for heads as the cache has them."""
+    positions = np.arange(config.context_limit + PADDING, dtype=np.int64)
+    cos, sin = cos_sin(config.rope, config.head_dim, config.context_limit, positions)
+    return np.stack([_wide_table(cos, 1.0, config.head_dim), _wide_table(sin, 0.0, config.head_dim)])
 
 
 def _wide_table(table: Float64Array, rest: float, head_dim: int) -> Float32Array:
@@ -81,31 +88,44 @@ def _layer(
     attended = _attention(builder, config, weights, f"{name}.self_attn", layer, normed)
     gain = weights.plain(f"{name}.post_attention_layernorm.weight")
     normed, state = builder.add_norm(attended, state, f"{name}.post_attention_layernorm", gain, config.norm_eps)
-    gate = _linear(builder, weights, normed, f"{name}.mlp.gate_proj", config.mlp_bias)
-    up = _linear(builder, weights, normed, f"{name}.mlp.up_proj", config.mlp_bias)
-    active = builder.gated(gate, up, f"{name}.mlp")
+    active = _gated(builder, config, weights, f"{name}.mlp", normed)
     return state, _linear(builder, weights, active, f"{name}.mlp.down_proj", config.mlp_bias)
 
 
+def _gated(builder: GraphBuilder, config: ModelConfig, weights: WeightSource, name: str, x: str) -> str:
+    gate, up = weights.matrix(f"{name}.gate_proj.weight"), weights.matrix(f"{name}.up_proj.weight")
+    if PACKED and isinstance(gate, BlockWeight) and isinstance(up, BlockWeight) and not config.mlp_bias:
+        return builder.gated_linear(x, name, gate, up)
+    gate_out = builder.linear(x, f"{name}.gate_proj", gate, _bias(weights, f"{name}.gate_proj", config.mlp_bias))
+    up_out = builder.linear(x, f"{name}.up_proj", up, _bias(weights, f"{name}.up_proj", config.mlp_bias))
+    return builder.gated(gate_out, up_out, name)
+
+
 def _attention(builder: GraphBuilder, config: ModelConfig, weights: WeightSource, name: str, layer: int, x: str) -> str:
-    q = _linear(builder, weights, x, f"{name}.q_proj", config.qkv_bias)
-    k = _linear(builder, weights, x, f"{name}.k_proj", config.qkv_bias)
-    v = _linear(builder, weights, x, f"{name}.v_proj", config.qkv_bias)
+    names = [f"{name}.{part}_proj" for part in "qkv"]
+    matrices = [weights.matrix(f"{part}.weight") for part in names]
+    blocks = [matrix for matrix in matrices if isinstance(matrix, BlockWeight)]
+    biases = [weights.plain(f"{part}.bias") for part in names if config.qkv_bias]
+    if PACKED and len(blocks) == 3 and not config.qk_norm:
+        operands = [builder.linear_beside(x, names, blocks, biases)]
+    else:
+        operands = [
+            builder.linear(x, part, matrix, biases[index] if biases else None)
+            for index, (part, matrix) in enumerate(zip(names, matrices, strict=True))
+        ]
     if config.qk_norm:
         epsilon = wide_epsilon(config.norm_eps, config.head_dim)
-        q = builder.head_norm(q, f"{name}.q_norm", weights.plain(f"{name}.q_norm.weight"), epsilon)
-        k = builder.head_norm(k, f"{name}.k_norm", weights.plain(f"{name}.k_norm.weight"), epsilon)
-    shape: list[int | str] = [1, config.num_kv_heads, "capacity", wide(config.head_dim)]
-    past = tuple(builder.input(f"past.{layer}.{part}", "float32", shape) for part in ("key", "value"))
-    present = tuple(builder.output(f"present.{layer}.{part}", "float32", shape) for part in ("key", "value"))
-    sizes = {
-        "num_heads": config.num_heads,
-        "kv_num_heads": config.num_kv_heads,
-        "scale": config.head_dim**-0.5,
-    }
-    out = builder.attention(name, (q, k, v), (past[0], past[1]), (present[0], present[1]), **sizes)
+        for index, part in enumerate("qk"):
+            gain = weights.plain(f"{name}.{part}_norm.weight")
+            operands[index] = builder.head_norm(operands[index], f"{name}.{part}_norm", gain, epsilon)
+    together = int(len(operands) == 1)
+    out = builder.node(OPERATOR, operands, [f"{name}.out"], DOMAIN, layer=layer, together=together)
     return _linear(builder, weights, out, f"{name}.o_proj", config.o_bias)
 
 
 def _linear(builder: GraphBuilder, weights: WeightSource, x: str, name: str, bias: bool) -> str:
-    return builder.linear(x, name, weights.matrix(f"{name}.weight"), weights.plain(f"{name}.bias") if bias else None)
+    return builder.linear(x, name, weights.matrix(f"{name}.weight"), _bias(weights, name, bias))
+
+
+def _bias(weights: WeightSource, name: str, there: bool) -> Float32Array | None:
+    return weights.plain(f"{name}.bias") if there else None

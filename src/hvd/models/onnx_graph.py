@@ -1,6 +1,6 @@
 """Builds ONNX graphs of transformer layers out of the few operators that ONNX Runtime runs fast on a CPU.
 
-The pieces (`linear`, `rms_norm`, `add_norm`, `attention`, `mlp`, `embedding`) take and return names of values, float32
+The pieces (`linear`, `rms_norm`, `add_norm`, `gated`, `embedding`) take and return names of values, float32
 [1, n, features] unless they say otherwise, and serve the target and the EAGLE3 head alike. Fused operators are placed
 by hand, so the runtime's graph optimiser has nothing left to do and a session starts quickly.
 
@@ -10,6 +10,7 @@ matrix; the runtime maps that file into memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,10 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from hvd.models.linear_kernel import gated_matrix, packed_matrix
+from hvd.models.onnx_api import DOMAIN
 from hvd.models.onnx_cache import GRAPH_FILE, WEIGHTS_FILE
+from hvd.models.onnx_linear import EMBEDDING, LINEAR, PACKED
 from hvd.models.onnx_weights import BLOCK, BlockWeight
 from hvd.types import Float32Array
 
@@ -80,28 +84,41 @@ class GraphBuilder:
     def linear(self, x: str, name: str, weight: Weight, bias: Float32Array | None = None, out: str = "") -> str:
         """`x @ weight.T + bias`. weight [N, K] in blocks or float32; bias float32 [N]. Gives [1, n, N]."""
         out = out or f"{name}.out"
-        if isinstance(weight, BlockWeight):
-            operands = [x, *self._blocks(name, weight)]
-            if bias is not None:
-                operands += ["", self.constant(f"{name}.bias", bias)]
-            sizes = {"N": weight.rows, "K": weight.columns, "bits": weight.bits, "block_size": BLOCK}
-            # accuracy_level 4: activations are rounded to 8 bits, a row at a time, and multiplied as integers
-            return self.node("MatMulNBits", operands, [out], FUSED, accuracy_level=4, **sizes)
-        matrix = self.constant(f"{name}.weight", weight)
-        if bias is None:
-            return self.node("FusedMatMul", [x, matrix], [out], FUSED, transB=1)
-        product = self.node("FusedMatMul", [x, matrix], [f"{name}.product"], FUSED, transB=1)
-        return self.node("Add", [product, self.constant(f"{name}.bias", bias)], [out])
+        if not isinstance(weight, BlockWeight):
+            return self._float_linear(x, name, weight, bias, out)
+        if not PACKED:
+            return self._runtimes_linear(x, name, weight, bias, out)
+        matrix = self._packed(name, weight)
+        return self._packed_linear(x, f"{name}.bias", matrix, weight.columns, weight.rows, weight.bits, bias, out)
+
+    def linear_beside(
+        self, x: str, names: Sequence[str], weights: Sequence[BlockWeight], biases: Sequence[Float32Array]
+    ) -> str:
+        """Several products with the same x, their results [1, n, sum of N] behind each other. Needs PACKED, and every N
+        a multiple of 16. biases: one for each or none at all."""
+        name = "+".join(names)
+        matrix = self.constant(f"{name}.packed", np.concatenate([packed_matrix(weight) for weight in weights]))
+        rows, bias = sum(weight.rows for weight in weights), np.concatenate(biases) if biases else None
+        columns, bits = weights[0].columns, weights[0].bits
+        return self._packed_linear(x, f"{name}.bias", matrix, columns, rows, bits, bias, f"{name}.out")
+
+    def gated_linear(self, x: str, name: str, gate: BlockWeight, up: BlockWeight) -> str:
+        """`silu(x @ gate.T) * (x @ up.T)` in one operator. Needs PACKED."""
+        matrix = self.constant(f"{name}.packed", gated_matrix(packed_matrix(gate), packed_matrix(up)))
+        return self._packed_linear(x, "", matrix, gate.columns, gate.rows, gate.bits, None, f"{name}.gated", gated=1)
 
     def embedding(self, ids: str, name: str, weight: Weight, out: str) -> str:
         """Rows of `weight` [V, H] for ids int64 [1, n]. Shares the stored matrix with a `linear` of the same name."""
-        if isinstance(weight, BlockWeight):
-            shape = (weight.rows, weight.blocks.shape[1] * weight.blocks.shape[2])
-            data, scales, zeros = self._blocks(name, weight)
-            flat = self._view(data, f"{name}.rows", shape)
-            sizes = {"bits": weight.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
-            return self.node("GatherBlockQuantized", [flat, ids, scales, zeros], [out], FUSED, **sizes)
-        return self.node("Gather", [self.constant(f"{name}.weight", weight), ids], [out], axis=0)
+        if not isinstance(weight, BlockWeight):
+            return self.node("Gather", [self.constant(f"{name}.weight", weight), ids], [out], axis=0)
+        if PACKED:
+            sizes = {"columns": weight.columns, "bits": weight.bits}
+            return self.node(EMBEDDING, [ids, self._packed(name, weight)], [out], DOMAIN, **sizes)
+        shape = (weight.rows, weight.blocks.shape[1] * weight.blocks.shape[2])
+        data, scales, zeros = self._blocks(name, weight)
+        flat = self._view(data, f"{name}.rows", shape)
+        sizes = {"bits": weight.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
+        return self.node("GatherBlockQuantized", [flat, ids, scales, zeros], [out], FUSED, **sizes)
 
     def rms_norm(self, x: str, name: str, gain: Float32Array, epsilon: float) -> str:
         """`gain * x / sqrt(mean(x^2) + epsilon)` over the last axis."""
@@ -133,32 +150,6 @@ class GraphBuilder:
         normed = self.rms_norm(split, name, gain, epsilon)
         return self.node("Reshape", [normed, self.constant("from_heads", np.array([0, 0, -1]))], [f"{name}.flat"])
 
-    def attention(
-        self,
-        name: str,
-        qkv: tuple[str, str, str],
-        past: tuple[str, str],
-        present: tuple[str, str],
-        **sizes: Any,
-    ) -> str:
-        """Causal grouped-query attention with rotary embedding over a KV buffer that is read and extended in place.
-
-        qkv            [1, n, heads * D], [1, n, kv_heads * D], [1, n, kv_heads * D]
-        past, present  keys and values, float32 [1, kv_heads, capacity, D]; bind input and output to the same memory
-        sizes          num_heads, kv_num_heads, scale
-
-        The n tokens stand at the last n of `total_length` positions. Reads what `rotary` and `attention_inputs` made.
-        """
-        inputs = [*qkv, *past, "last_position", "total_length", "rope.cos", "rope.sin"]
-        return self.node("GroupQueryAttention", inputs, [f"{name}.out", *present], FUSED, do_rotary=1, **sizes)
-
-    def attention_inputs(self) -> None:
-        """Declare what every attention reads: total_length int32 [], the positions in use after the pass, and
-        last_position int32 [1], that minus 1.
-        """
-        self.input("last_position", "int32", [1])
-        self.input("total_length", "int32", [])
-
     def rotary(self, cos: Float32Array, sin: Float32Array) -> None:
         """Store the rotary tables, float32 [positions, D/2] each (`hvd.models.rope.cos_sin`)."""
         self.constant("rope.cos", cos)
@@ -176,9 +167,43 @@ class GraphBuilder:
         used = {name for node in self._nodes for name in node.input}
         constants = [proto for name, proto in self._constants.items() if name in used]
         graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, constants)
-        opsets = [helper.make_opsetid("", 17), helper.make_opsetid(FUSED, 1)]
+        opsets = [helper.make_opsetid("", 17), helper.make_opsetid(FUSED, 1), helper.make_opsetid(DOMAIN, 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=8, producer_name="hvd")
         (self.directory / GRAPH_FILE).write_bytes(model.SerializeToString())
+
+    def _packed(self, name: str, weight: BlockWeight) -> str:
+        return self.constant(f"{name}.packed{weight.bits}", packed_matrix(weight))
+
+    def _packed_linear(
+        self,
+        x: str,
+        bias_name: str,
+        matrix: str,
+        columns: int,
+        rows: int,
+        bits: int,
+        bias: Float32Array | None,
+        out: str,
+        gated: int = 0,
+    ) -> str:
+        operands = [x, matrix] if bias is None else [x, matrix, self.constant(bias_name, bias)]
+        sizes = {"columns": columns, "rows": rows, "bits": bits, "gated": gated, "bias": int(bias is not None)}
+        return self.node(LINEAR, operands, [out], DOMAIN, **sizes)
+
+    def _runtimes_linear(self, x: str, name: str, weight: BlockWeight, bias: Float32Array | None, out: str) -> str:
+        operands = [x, *self._blocks(name, weight)]
+        if bias is not None:
+            operands += ["", self.constant(f"{name}.bias", bias)]
+        sizes = {"N": weight.rows, "K": weight.columns, "bits": weight.bits, "block_size": BLOCK}
+        # accuracy_level 4: activations are rounded to 8 bits, a row at a time, and multiplied as integers
+        return self.node("MatMulNBits", operands, [out], FUSED, accuracy_level=4, **sizes)
+
+    def _float_linear(self, x: str, name: str, weight: Float32Array, bias: Float32Array | None, out: str) -> str:
+        matrix = self.constant(f"{name}.weight", weight)
+        if bias is None:
+            return self.node("FusedMatMul", [x, matrix], [out], FUSED, transB=1)
+        product = self.node("FusedMatMul", [x, matrix], [f"{name}.product"], FUSED, transB=1)
+        return self.node("Add", [product, self.constant(f"{name}.bias", bias)], [out])
 
     def _blocks(self, name: str, weight: BlockWeight) -> tuple[str, str, str]:
         data = self.constant(f"{name}.int{weight.bits}", weight.blocks)

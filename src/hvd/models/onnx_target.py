@@ -1,11 +1,12 @@
 """The ONNX Runtime backend: what decodes on a CPU.
 
-**Bit for bit.** The logits of a token depend on its prefix alone, not on the shape of the pass that computes it. Two
-measures see to that (measured in tests/test_onnx_bitwise.py, over every width up to 130 and all weight formats):
+**Bit for bit.** The logits of a token depend on its prefix alone, not on the shape of the pass that computes it. Three
+measures see to that (tested in tests/test_onnx_bitwise.py, over many widths and all weight formats):
 
-Padding. ONNX Runtime computes a row that stands alone in its block with another kernel (matrix times vector), whose
-last bits differ. Attention cuts queries into blocks of 2 * head_dim, or less where the processor's second-level cache
-is small. So a pass in which one row would be left over is widened by a dummy behind its end; none is narrower than 2.
+Kernels of our own (`attention_kernel`, `linear_kernel`), which compute every row alike.
+
+Padding. ONNX Runtime's products, which float32 models and processors without VNNI still take, treat a row that stands
+alone in another way, and its last bits may differ. There a pass of one token is widened by a dummy behind its end.
 
 Trees in pieces. Attention sums over keys in the order, and in the vector lanes, in which they lie. A side branch behind
 a mask, with strangers between its ancestors, comes out slightly different from the same tokens as a chain. So a tree is
@@ -18,12 +19,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import onnxruntime
 
 from hvd.errors import ConfigError
-from hvd.models.onnx_cache import Converted
+from hvd.models.onnx_api import Binding
+from hvd.models.onnx_attention import Attention, OnnxKVCache
+from hvd.models.onnx_cache import ROPE_FILE, Converted
 from hvd.models.onnx_heads import wide
-from hvd.models.onnx_session import OnnxKVCache, bind, bind_result, open_session
+from hvd.models.onnx_linear import PACKED
+from hvd.models.onnx_session import open_session
 from hvd.models.spans import check_spans, depths
 from hvd.models.target import KVCache, Span, SpanOutput, Target, TargetSpec
 from hvd.types import ROOT, Float32Array, Int32Array, Int64Array
@@ -63,14 +66,15 @@ class OnnxTarget(Target):
             fingerprint=converted.fingerprint,
             backend="onnx",
             weights=converted.weights,
-            min_width=2,
+            min_width=1 if PACKED and converted.weights != "fp32" else 2,
             shared_passes=False,
         )
-        self._session = open_session(converted.directory, threads)
+        dim, rope = wide(config.head_dim), np.load(converted.directory / ROPE_FILE, mmap_mode="r")
+        self._attention = Attention(config.num_heads, config.num_kv_heads, dim, config.head_dim**-0.5, rope)
+        session = open_session(converted.directory, threads, [self._attention.operator])
+        self._bindings = {"tokens": session.binding(), "states": session.binding()}
         self._ids = np.zeros((1, MAX_WIDTH + SLACK), np.int64)
         self._positions = np.arange(MAX_WIDTH + SLACK, dtype=np.int64)
-        self._last = np.zeros(1, np.int32)
-        self._total = np.zeros((), np.int32)
         self._logits = np.empty((0, config.vocab_size), np.float32)
         self._entering = np.empty((len(layers), 0), np.float32)
 
@@ -78,7 +82,7 @@ class OnnxTarget(Target):
         """See `Target.open`."""
         config = self.config
         shape = (config.num_layers, config.num_kv_heads, wide(config.head_dim))
-        return OnnxKVCache(self._session, shape, config.context_limit, SLACK)
+        return OnnxKVCache(shape, config.context_limit, SLACK)
 
     def forward(self, spans: Sequence[Span]) -> list[SpanOutput]:
         """See `Target.forward`."""
@@ -127,9 +131,9 @@ class OnnxTarget(Target):
             piece = tokens[first : first + MAX_WIDTH]
             hidden = None if output.hidden is None else output.hidden[first : first + MAX_WIDTH]
             if every:
-                rows = self._positions[: max(len(piece), 2)]
+                rows = self._positions[: self._padded(len(piece))]
             elif len(logits) and first + len(piece) == len(tokens):
-                rows = np.full(2, len(piece) - 1, np.int64)
+                rows = np.full(self._padded(1), len(piece) - 1, np.int64)
             else:
                 rows = self._positions[:0]
             self._pass(cache, start + first, piece, rows, logits[first:] if every else logits, hidden)
@@ -147,52 +151,46 @@ class OnnxTarget(Target):
         width = self._padded(len(tokens))
         self._ids[0, : len(tokens)] = tokens
         self._ids[0, len(tokens) : width] = 0
-        self._total[()] = start + width
-        self._last[0] = start + width - 1
-        binding = cache.binding("tokens" if hidden is None else "states")
-        bind(binding, "input_ids", self._ids, (1, width))
-        bind(binding, "total_length", self._total)
-        bind(binding, "last_position", self._last)
-        bind(binding, "rows", rows)
-        bind_result(binding, "logits", logits, (1, len(rows), self.spec.vocab_size))
+        self._attention.begin(cache, start, width)
+        binding = self._bindings["tokens" if hidden is None else "states"]
+        binding.input("input_ids", self._ids, (1, width))
+        binding.input("rows", rows)
+        binding.output("logits", logits, (1, len(rows), self.spec.vocab_size))
         if hidden is None:
-            self._session.run_with_iobinding(binding)
+            binding.run()
         else:
             self._run_with_states(binding, width, hidden)
 
-    def _run_with_states(self, binding: onnxruntime.IOBinding, width: int, hidden: Float32Array) -> None:
+    def _run_with_states(self, binding: Binding, width: int, hidden: Float32Array) -> None:
         """Run, and collect the states entering `aux_layers` into hidden [n, A*H]."""
         size = self.spec.hidden_size
         if width * size > self._entering.shape[1]:
             self._entering = np.empty((len(self.spec.aux_layers), width * size), np.float32)
         for layer, state in zip(self.spec.aux_layers, self._entering, strict=True):
-            bind_result(binding, f"entering.{layer}", state, (1, width, size))
-        self._session.run_with_iobinding(binding)
+            binding.output(f"entering.{layer}", state, (1, width, size))
+        binding.run()
         for index, state in enumerate(self._entering):
             hidden[:, index * size : (index + 1) * size] = state[: len(hidden) * size].reshape(-1, size)
 
-    def _padded(self, width: int) -> int:
-        """Width of the pass that computes so many tokens: no row may be left over in attention's blocks."""
-        lone = width % 16 == 1 or width % (2 * wide(self.config.head_dim)) == 1
-        return width + SLACK if lone else width
+    def _padded(self, rows: int) -> int:
+        return max(rows, self.spec.min_width)
 
     def _tree(self, cache: OnnxKVCache, tokens: Int32Array, parents: Int32Array, rows: str, output: SpanOutput) -> None:
         """Compute a tree chain by chain, each in the place of the ones before it; at the end the nodes lie in order."""
         depth = depths(parents)
-        store = cache.store[:, :, cache.length :]
-        nodes = np.empty((*store.shape[:2], len(tokens), store.shape[3]), np.float32)
+        nodes = np.empty((*cache.store.shape[:2], len(tokens), cache.store.shape[3]), np.float32)
         for chain in chains(parents):
             start, end = int(depth[chain[0]]), int(depth[chain[-1]]) + 1
             result = self._scratch(len(chain), output.hidden is not None)
             self._chain(cache, cache.length + start, tokens[chain], True, result)
-            nodes[:, :, chain] = store[:, :, start:end]
+            nodes[:, :, chain] = cache.read(np.arange(cache.length + start, cache.length + end))
             if rows == "all":
                 output.logits[chain] = result.logits
             elif rows == "last" and chain[-1] == len(tokens) - 1:
                 output.logits[0] = result.logits[-1]
             if output.hidden is not None:
                 output.hidden[chain] = result.hidden
-        store[:, :, : len(tokens)] = nodes
+        cache.write(np.arange(cache.length, cache.length + len(tokens)), nodes)
 
     def _scratch(self, count: int, hidden: bool) -> SpanOutput:
         width = self.spec.hidden_size * len(self.spec.aux_layers)

@@ -27,6 +27,8 @@ FULL_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 FULL_CONTEXTS = (32, 512, 2048, 4096)
 FULL_REPEATS = 7
 EAGLE3_LENGTHS = (1, 2, 4, 8)
+KERNELS = 2
+"""Raised when passes come to cost something else, so that no older measurement is taken for one of today."""
 BACKLOG = 128
 
 _LOG = logging.getLogger(__name__)
@@ -61,9 +63,9 @@ def profile(
 
 
 def model_fingerprint(target: Target) -> str:
-    """Hex digest of the target, its backend and number format."""
+    """Hex digest of the target, its backend and number format, as this program computes it."""
     spec = target.spec
-    return hashlib.sha256(f"{spec.fingerprint} {spec.backend} {spec.weights}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{spec.fingerprint} {spec.backend} {spec.weights} {KERNELS}".encode()).hexdigest()[:16]
 
 
 def cost_path(target: Target, eagle3: Drafter | None = None) -> Path:
