@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvd.models.attention_kernel import CAPACITY_STEP, CHUNK, SERIAL, SPAN
+from hvd.models.attention_kernel import APART, CAPACITY_STEP, CHUNK, SERIAL, SPAN, TOGETHER
 from hvd.models.onnx_api import DOMAIN
 from hvd.models.onnx_attention import OPERATOR, Attention, OnnxKVCache
 from hvd.models.onnx_graph import GraphBuilder
@@ -33,11 +33,11 @@ class Layer:
             names = ["x"] if together else ["q", "k", "v"]
             for name in names:
                 builder.input(name, "float32", [1, "n", "features"])
-            builder.node(OPERATOR, names, ["out"], DOMAIN, layer=0, together=int(together))
+            builder.node(OPERATOR, names, ["out"], DOMAIN, layer=0, form=TOGETHER if together else APART)
             builder.output("out", "float32", [1, "n", heads * dim])
             builder.save()
         self.attention = Attention(heads, kv_heads, dim, self.scale, self.rope)
-        self.binding = open_session(folder, 2, [self.attention.operator]).binding()
+        self.binding = open_session(folder, 2, [self.attention.operator()]).binding()
         self.cache = OnnxKVCache((1, kv_heads, dim), LIMIT, 0)
 
     def run(self, start: int, width: int) -> Float32Array:
@@ -49,7 +49,7 @@ class Layer:
             self.binding.input(name, array)
         out = np.empty((width, self.heads * self.dim), np.float32)
         self.binding.output("out", out, (1, *out.shape))
-        self.attention.begin(self.cache, start, width)
+        self.attention.begin(self.cache.store, start, width)
         self.binding.run()
         self.cache.pending = width
         self.cache.keep(range(width))
@@ -101,7 +101,7 @@ def test_what_lies_behind_the_text_is_never_read_into_it(tmp_path: Path) -> None
     layer = Layer(tmp_path, 6, 2, 32, 300)
     whole = layer.run(0, 300)
     layer.cache.rollback(0)
-    layer.cache.store[:] = np.nan
+    layer.cache.store.array[:] = np.nan
     for start in range(0, 300, 50):
         assert np.array_equal(layer.run(start, 50), whole[start : start + 50])
 
@@ -109,13 +109,43 @@ def test_what_lies_behind_the_text_is_never_read_into_it(tmp_path: Path) -> None
 def test_positions_of_a_cache_are_copied_and_moved(tmp_path: Path) -> None:
     layer = Layer(tmp_path, 4, 2, 48, 300)
     layer.run(0, 300)
-    kept = layer.cache.read(np.arange(300))
+    kept = layer.cache.store.read(np.arange(300))
     assert np.allclose(kept[0].transpose(1, 0, 2), layer.turned(layer.k), atol=1e-5)
     assert np.array_equal(kept[1].transpose(1, 0, 2), layer.v)
     layer.cache.rollback(280)
     layer.cache.pending = 20
     layer.cache.keep([0, 3, 4, 19])
-    moved = layer.cache.read(np.arange(284))
+    moved = layer.cache.store.read(np.arange(284))
     assert np.array_equal(moved[:, :, 280:], kept[:, :, [280, 283, 284, 299]])
     layer.cache.reserve(700)
-    assert np.array_equal(layer.cache.read(np.arange(284)), moved), "growing keeps what there is"
+    assert np.array_equal(layer.cache.store.read(np.arange(284)), moved), "growing keeps what there is"
+
+
+def test_a_mask_hides_slots_and_levels_of_a_tree_share_a_position(tmp_path: Path) -> None:
+    layer = Layer(tmp_path, 6, 2, 32, SPAN + 20)
+    length, width = SPAN - 5, 12
+    rng = np.random.default_rng(3)
+    layer.run(0, length)
+    layer.cache.reserve(width)
+    mask = rng.random((width, width)) < 0.4
+    np.fill_diagonal(mask, True)
+    parts = [part[length : length + width].reshape(1, width, -1) for part in (layer.q, layer.k, layer.v)]
+    for name, array in zip("qkv", parts, strict=True):
+        layer.binding.input(name, array)
+    out = np.empty((width, 6 * 32), np.float32)
+    layer.binding.output("out", out, (1, *out.shape))
+    store = layer.cache.store
+    layer.attention.begin(store, length, width, position=length + 3, step=0, mask=mask, masked_from=length)
+    layer.binding.run()
+
+    stored = store.read(np.arange(length + width)).astype(np.float64)
+    angles = layer.rope[:, length + 3].astype(np.float64)
+    q = layer.q[length : length + width].astype(np.float64)
+    low, high = q[..., :16], q[..., 16:]
+    q = np.concatenate([low * angles[0] - high * angles[1], high * angles[0] + low * angles[1]], axis=-1)
+    scores = np.einsum("qhgd,hkd->hgqk", q.reshape(width, 2, 3, 32), stored[0]) * layer.scale
+    scores[..., length:] += np.where(mask, 0, -np.inf)
+    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    shares /= shares.sum(axis=-1, keepdims=True)
+    expected = np.einsum("hgqk,hkd->qhgd", shares, stored[1]).reshape(width, -1)
+    assert np.abs(out - expected).max() < 3e-6 * np.abs(expected).max()

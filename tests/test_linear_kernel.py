@@ -109,12 +109,12 @@ def test_narrow_registers_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
 
         @numba.njit
         def call(x: int, facts: int, records: int, out: int) -> None:
-            product(x, 64, facts, 16, records, 2, out)
+            product(3, x, 64, facts, 16, records, 2, out)
 
         call(x.ctypes.data, facts.ctypes.data, packed.ctypes.data, out.ctypes.data)
         return out
 
-    usual = run(linear_kernel._product(3, 8))
+    usual = run(linear_kernel._product(8))
     monkeypatch.setattr(vector_code, "_DOT_512", False)
-    assert np.array_equal(run(linear_kernel._product(3, 8)), usual)
+    assert np.array_equal(run(linear_kernel._product(8)), usual)
     assert usual.any()

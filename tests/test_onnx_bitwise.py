@@ -59,7 +59,7 @@ class Reference:
             [output] = target.forward([Span(cache, text[position : position + 1])])
             cache.keep((0,))
             logits[position] = output.logits[0]
-        return Reference(target, text, logits, cache, cache.read(np.arange(len(text))))
+        return Reference(target, text, logits, cache, cache.store.read(np.arange(len(text))))
 
     def check(self, start: int, width: int) -> None:
         """A pass of `width` tokens behind the first `start` gives the reference's logits, keys and values."""
@@ -68,13 +68,13 @@ class Reference:
         [output] = self.target.forward([Span(self.cache, self.text[start:end])])
         self.cache.keep(range(width))
         assert np.array_equal(output.logits, self.logits[start:end]), f"width {width} at {start}"
-        same = np.array_equal(self.cache.read(np.arange(start, end)), self.store[:, :, start:end])
+        same = np.array_equal(self.cache.store.read(np.arange(start, end)), self.store[:, :, start:end])
         assert same, f"keys or values of width {width} at {start}"
 
     def restore(self) -> None:
         self.cache.rollback(0)
         self.cache.reserve(len(self.text))
-        self.cache.write(np.arange(len(self.text)), self.store)
+        self.cache.store.write(np.arange(len(self.text)), self.store)
         self.cache.length = len(self.text)
 
 

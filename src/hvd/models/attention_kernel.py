@@ -63,55 +63,67 @@ GET_INPUT, GET_OUTPUT, GET_DATA, PARALLEL_FOR, PREPARE, ATTEND, COMBINE = range(
 KV_HEADS, GROUP, HEAD_DIM, SCALE = range(7, 11)
 """SCALE: a float64's bits."""
 COS, SIN, STORE, CAPACITY, START, WIDTH, WORKSPACE = range(11, 18)
-_QUERY, _KEY, _VALUE, _QUERY_ROW, _KEY_ROW, _VALUE_ROW, _OUT, _LAYER, _FIRST, _COUNT, _SPANS = range(18, 29)
-STATE_SIZE = 29
+"""START: the slot of the first token."""
+POSITION, POSITION_STEP, MASK, MASKED_FROM = range(18, 22)
+"""Where the first token stands in the text, and how much further each one behind it. MASK: 0, or the address of bytes
+[width, slots from MASKED_FROM on], 0 = the token does not see that slot; it then sees all others, too."""
+APART, TOGETHER, STORED = range(3)
+"""How a node gets its queries, keys and values: as three inputs; behind each other in one; or keys and values alone, to
+be kept in the cache, as two inputs."""
+_QUERY, _KEY, _VALUE, _QUERY_ROW, _KEY_ROW, _VALUE_ROW, _OUT, _LAYER, _FIRST, _COUNT, _SPANS = range(22, 33)
+STATE_SIZE = 33
 
 
-def _scores(rows: int, tile: int) -> Any:
-    """(q, q's bytes a row, k, out, out's bytes a row, D): out[r, p] = sum over d of q[r, d] * k[p, d], for `tile`
-    blocks of keys."""
+def _scores(tile: int) -> Any:
+    """(rows, q, q's bytes a row, k, out, out's bytes a row, D): out[r, p] = sum over d of q[r, d] * k[p, d], for up to
+    TILE rows and `tile` blocks of keys."""
 
-    def body(code: Code, q: Any, q_row: Any, k: Any, out: Any, out_row: Any, dim: Any) -> None:
-        b = code.b
-        block = b.mul(dim, I64(BYTES))
+    def body(code: Code, rows: Any, *rest: Any) -> None:
+        code.cases(rows, TILE, lambda count: of_rows(code, count, *rest))
+
+    def of_rows(code: Code, rows: int, q: Any, q_row: Any, k: Any, out: Any, out_row: Any, dim: Any) -> None:
+        block = code.times(dim, BYTES)
 
         def add(d: Any, sums: list[Any]) -> list[Any]:
-            keys = [code.load(code.at(k, b.mul(block, I64(t)), b.mul(d, I64(BYTES)))) for t in range(tile)]
+            keys = [code.load(code.at(k, code.times(block, t), code.times(d, BYTES))) for t in range(tile)]
             new = []
             for row in range(rows):
-                here = code.at(q, b.mul(q_row, I64(row)), b.mul(d, I64(4)))
+                here = code.at(q, code.times(q_row, row), code.times(d, 4))
                 query = code.splat(code.load(here, FLOAT))
                 new += [code.fma(query, key, sums[row * tile + t]) for t, key in enumerate(keys)]
             return new
 
         sums = code.loop(dim, [code.floats(0.0)] * (rows * tile), add)
         for index, value in enumerate(sums):
-            code.store(value, code.at(out, b.mul(out_row, I64(index // tile)), index % tile * BYTES))
+            code.store(value, code.at(out, code.times(out_row, index // tile), index % tile * BYTES))
 
-    return vector_function(6, body)
+    return vector_function(7, body)
 
 
-def _mix(rows: int, tile: int) -> Any:
-    """(p, p's bytes a row, v, v's bytes a row, out, out's bytes a row, n): out[r, d] = sum over j < n of
-    p[r, j] * v[j, d], for `tile` vectors of features."""
+def _mix(tile: int) -> Any:
+    """(rows, p, p's bytes a row, v, v's bytes a row, out, out's bytes a row, n): out[r, d] = sum over j < n of
+    p[r, j] * v[j, d], for up to TILE rows and `tile` vectors of features."""
 
-    def body(code: Code, p: Any, p_row: Any, v: Any, v_row: Any, out: Any, out_row: Any, count: Any) -> None:
-        b = code.b
+    def body(code: Code, rows: Any, *rest: Any) -> None:
+        code.cases(rows, TILE, lambda count: of_rows(code, count, *rest))
 
+    def of_rows(
+        code: Code, rows: int, p: Any, p_row: Any, v: Any, v_row: Any, out: Any, out_row: Any, count: Any
+    ) -> None:
         def add(j: Any, sums: list[Any]) -> list[Any]:
-            values = [code.load(code.at(v, b.mul(v_row, j), t * BYTES)) for t in range(tile)]
+            values = [code.load(code.at(v, code.b.mul(v_row, j), t * BYTES)) for t in range(tile)]
             new = []
             for row in range(rows):
-                here = code.at(p, b.mul(p_row, I64(row)), b.mul(j, I64(4)))
+                here = code.at(p, code.times(p_row, row), code.times(j, 4))
                 share = code.splat(code.load(here, FLOAT))
                 new += [code.fma(share, value, sums[row * tile + t]) for t, value in enumerate(values)]
             return new
 
         sums = code.loop(count, [code.floats(0.0)] * (rows * tile), add)
         for index, value in enumerate(sums):
-            code.store(value, code.at(out, b.mul(out_row, I64(index // tile)), index % tile * BYTES))
+            code.store(value, code.at(out, code.times(out_row, index // tile), index % tile * BYTES))
 
-    return vector_function(7, body)
+    return vector_function(8, body)
 
 
 def _exponentials(code: Code, scores: Any, vectors: Any, valid: Any, facts: Any) -> None:
@@ -145,64 +157,9 @@ def _exponentials(code: Code, scores: Any, vectors: Any, valid: Any, facts: Any)
 
 
 _exponentials_of = vector_function(4, _exponentials)
-_s1, _s2, _s3, _s4, _s5, _s6 = (_scores(rows, KEYS_TILE) for rows in range(1, TILE + 1))
-_m1, _m2, _m3, _m4, _m5, _m6 = (_mix(rows, MIX_TILE) for rows in range(1, TILE + 1))
-_n1, _n2, _n3, _n4, _n5, _n6 = (_mix(rows, 1) for rows in range(1, TILE + 1))
-
-
+_scores_of, _mix_of, _mix_one = _scores(KEYS_TILE), _mix(MIX_TILE), _mix(1)
 _call_2, _call_3, _call_5 = outside(2), outside(3), outside(5)
 _stack = room(TILE * SPAN)
-
-
-@jit
-def _tile_scores(rows: int, q: int, q_row: int, k: int, out: int, dim: int) -> None:
-    out_row = SPAN * 4
-    if rows == 6:
-        _s6(q, q_row, k, out, out_row, dim)
-    elif rows == 5:
-        _s5(q, q_row, k, out, out_row, dim)
-    elif rows == 4:
-        _s4(q, q_row, k, out, out_row, dim)
-    elif rows == 3:
-        _s3(q, q_row, k, out, out_row, dim)
-    elif rows == 2:
-        _s2(q, q_row, k, out, out_row, dim)
-    else:
-        _s1(q, q_row, k, out, out_row, dim)
-
-
-@jit
-def _tile_mix(rows: int, p: int, v: int, v_row: int, out: int, out_row: int, count: int) -> None:
-    p_row = SPAN * 4
-    if rows == 6:
-        _m6(p, p_row, v, v_row, out, out_row, count)
-    elif rows == 5:
-        _m5(p, p_row, v, v_row, out, out_row, count)
-    elif rows == 4:
-        _m4(p, p_row, v, v_row, out, out_row, count)
-    elif rows == 3:
-        _m3(p, p_row, v, v_row, out, out_row, count)
-    elif rows == 2:
-        _m2(p, p_row, v, v_row, out, out_row, count)
-    else:
-        _m1(p, p_row, v, v_row, out, out_row, count)
-
-
-@jit
-def _tile_mix_narrow(rows: int, p: int, v: int, v_row: int, out: int, out_row: int, count: int) -> None:
-    p_row = SPAN * 4
-    if rows == 6:
-        _n6(p, p_row, v, v_row, out, out_row, count)
-    elif rows == 5:
-        _n5(p, p_row, v, v_row, out, out_row, count)
-    elif rows == 4:
-        _n4(p, p_row, v, v_row, out, out_row, count)
-    elif rows == 3:
-        _n3(p, p_row, v, v_row, out, out_row, count)
-    elif rows == 2:
-        _n2(p, p_row, v, v_row, out, out_row, count)
-    else:
-        _n1(p, p_row, v, v_row, out, out_row, count)
 
 
 # Workspace, float32: queries [kv_heads, width * group, D]; then of a chunk: what spans gave [kv_heads, spans, rows, D]
@@ -220,7 +177,7 @@ def _prepare(state: Int64Array, token: int) -> None:
     """Turn a token's queries and key by its position; queries go to the workspace, scaled, keys and values to the
     cache."""
     heads, group, dim, half = state[KV_HEADS], state[GROUP], state[HEAD_DIM], state[HEAD_DIM] // 2
-    position = state[START] + token
+    slot, position = state[START] + token, state[POSITION] + token * state[POSITION_STEP]
     cos = carray(pointer(state[COS] + position * half * 4), (half,), np.float32)
     sin = carray(pointer(state[SIN] + position * half * 4), (half,), np.float32)
     scale = np.float32(carray(pointer(_address_of(state, SCALE)), (1,), np.float64)[0])
@@ -236,7 +193,7 @@ def _prepare(state: Int64Array, token: int) -> None:
         np.float32,
     )
     for head in range(heads):
-        for member in range(group):
+        for member in range(group if state[_QUERY] != 0 else 0):
             row = token * group + member
             for d in range(half):
                 x, y = q[head, member, d], q[head, member, d + half]
@@ -244,10 +201,10 @@ def _prepare(state: Int64Array, token: int) -> None:
                 queries[head, row, d + half] = (y * cos[d] + x * sin[d]) * scale
         for d in range(half):
             x, y = k[head, d], k[head, d + half]
-            store[0, head, position // LANES, d, position % LANES] = x * cos[d] - y * sin[d]
-            store[0, head, position // LANES, d + half, position % LANES] = y * cos[d] + x * sin[d]
+            store[0, head, slot // LANES, d, slot % LANES] = x * cos[d] - y * sin[d]
+            store[0, head, slot // LANES, d + half, slot % LANES] = y * cos[d] + x * sin[d]
         for d in range(dim):
-            values[head, position, d] = v[head, d]
+            values[head, slot, d] = v[head, d]
 
 
 @jit
@@ -270,26 +227,46 @@ def _attend(state: Int64Array, item: int) -> None:
     facts = made + heads * spans * rows * dim * 4 + (head * spans + span) * rows * 8
     made += (head * spans + span) * rows * dim * 4
     scores = _stack()
-    seen = state[START] + first + 1 - start  # positions of this span that the chunk's first token sees
+    # Slots from this span's first one on that the chunk's first token sees, and how many more each token behind it.
+    seen, further = state[START] + first + 1 - start, 1
+    if state[MASK] != 0:
+        seen, further = state[START] + state[WIDTH] - start, 0
     row = max(0, 1 - seen) * group
     wide = dim // (LANES * MIX_TILE)
     while row < rows:
         count = min(TILE, rows - row)
-        most = min(SPAN, seen + (row + count - 1) // group)
+        most = min(SPAN, seen + (row + count - 1) // group * further)
         steps = (most + LANES * KEYS_TILE - 1) // (LANES * KEYS_TILE)
         for step in range(steps):
             block = step * LANES * KEYS_TILE
-            _tile_scores(count, queries + row * dim * 4, dim * 4, keys + block * dim * 4, scores + block * 4, dim)
+            at = scores + block * 4
+            _scores_of(count, queries + row * dim * 4, dim * 4, keys + block * dim * 4, at, SPAN * 4, dim)
+        if state[MASK] != 0:
+            _hide(state, first, row, count, start, most, scores)
         for member in range(count):
-            valid = min(SPAN, seen + (row + member) // group)
+            valid = min(SPAN, seen + (row + member) // group * further)
             _exponentials_of(scores + member * SPAN * 4, steps * KEYS_TILE, valid, facts + (row + member) * 8)
+        into = made + row * dim * 4
         for part in range(wide):
             at = part * BYTES * MIX_TILE
-            _tile_mix(count, scores, values + at, dim * 4, made + row * dim * 4 + at, dim * 4, most)
+            _mix_of(count, scores, SPAN * 4, values + at, dim * 4, into + at, dim * 4, most)
         for part in range(wide * MIX_TILE, dim // LANES):
             at = part * BYTES
-            _tile_mix_narrow(count, scores, values + at, dim * 4, made + row * dim * 4 + at, dim * 4, most)
+            _mix_one(count, scores, SPAN * 4, values + at, dim * 4, into + at, dim * 4, most)
         row += count
+
+
+@jit
+def _hide(state: Int64Array, first: int, row: int, count: int, start: int, most: int, scores: int) -> None:
+    """Take the scores of what a tile's rows must not see out of the way: far below all others, yet finite."""
+    slots = state[START] + state[WIDTH] - state[MASKED_FROM]
+    mask = carray(pointer(state[MASK]), (state[WIDTH], slots), np.uint8)
+    tile = carray(pointer(scores), (count, SPAN), np.float32)
+    for member in range(count):
+        token = first + (row + member) // state[GROUP]
+        for slot in range(max(start, state[MASKED_FROM]), start + most):
+            if mask[token, slot - state[MASKED_FROM]] == 0:
+                tile[member, slot - start] = np.float32(-1e30)
 
 
 @jit
@@ -297,7 +274,7 @@ def _combine(state: Int64Array, token: int) -> None:
     """Put the spans of a token's rows together."""
     heads, group, dim, spans = state[KV_HEADS], state[GROUP], state[HEAD_DIM], state[_SPANS]
     first, rows = state[_FIRST], state[_COUNT] * group
-    own = (state[START] + first + token) // SPAN + 1
+    own = (state[START] + first + token) // SPAN + 1 if state[MASK] == 0 else spans
     made = state[WORKSPACE] + heads * state[WIDTH] * group * dim * 4
     after = made + heads * spans * rows * dim * 4
     facts = carray(pointer(after), (heads, spans, rows, 2), np.float32)
@@ -321,7 +298,7 @@ def _combine(state: Int64Array, token: int) -> None:
             out_at = out + (head * group + member) * dim * 4
             for part in range(dim // LANES):
                 at = part * BYTES
-                _n1(share_at, 0, made_at + at, rows * dim * 4, out_at + at, 0, own)
+                _mix_one(1, share_at, 0, made_at + at, rows * dim * 4, out_at + at, 0, own)
 
 
 @callback("void(voidptr, uintp)")
@@ -340,26 +317,27 @@ def _combine_item(state, token):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _inputs(state: Int64Array, context: int, together: bool) -> Any:
+def _inputs(state: Int64Array, context: int, form: int) -> Any:
     """Find the tensors of a call. Returns the runtime's complaint, or 0."""
     found = np.zeros(4, np.int64)
     here = found.ctypes.data
     heads, group, dim = state[KV_HEADS], state[GROUP], state[HEAD_DIM]
-    for index in range(1 if together else 3):
+    count, first = (1, 0) if form == TOGETHER else (2, 1) if form == STORED else (3, 0)
+    state[_QUERY] = 0
+    for index in range(count):
         failed = _call_3(state[GET_INPUT], context, index, here)
         if failed == 0:
             failed = _call_2(state[GET_DATA], found[0], here)
         if failed != 0:
             return failed
-        state[_QUERY + index] = found[0]
-        state[_QUERY_ROW + index] = heads * dim * 4
-    state[_QUERY_ROW] = heads * group * dim * 4
-    if together:
+        state[_QUERY + first + index] = found[0]
+    state[_QUERY_ROW], state[_KEY_ROW], state[_VALUE_ROW] = heads * group * dim * 4, heads * dim * 4, heads * dim * 4
+    if form == TOGETHER:
         state[_KEY] = state[_QUERY] + heads * group * dim * 4
         state[_VALUE] = state[_KEY] + heads * dim * 4
         for index in range(3):
             state[_QUERY_ROW + index] = heads * (group + 2) * dim * 4
-    found[1], found[2], found[3] = 1, state[WIDTH], heads * group * dim
+    found[1], found[2], found[3] = 1, state[WIDTH], 0 if form == STORED else heads * group * dim
     failed = _call_5(state[GET_OUTPUT], context, 0, here + 8, 3, here)
     if failed == 0:
         failed = _call_2(state[GET_DATA], found[0], here)
@@ -368,10 +346,10 @@ def _inputs(state: Int64Array, context: int, together: bool) -> Any:
 
 
 @jit
-def _compute(state: Int64Array, context: int, together: bool) -> Any:
+def _compute(state: Int64Array, context: int, form: int) -> Any:
     """The operator. Returns the runtime's complaint, or 0."""
     here, width = state.ctypes.data, state[WIDTH]
-    failed = _inputs(state, context, together)
+    failed = _inputs(state, context, form)
     if failed != 0:
         return failed
     if width > SERIAL:
@@ -379,10 +357,13 @@ def _compute(state: Int64Array, context: int, together: bool) -> Any:
     else:
         for token in range(width):
             _prepare(state, token)
+    if form == STORED:
+        return failed
     for first in range(0, width, CHUNK):
         count = min(CHUNK, width - first)
         state[_FIRST], state[_COUNT] = first, count
-        state[_SPANS] = (state[START] + first + count + SPAN - 1) // SPAN
+        end = first + count if state[MASK] == 0 else width
+        state[_SPANS] = (state[START] + end + SPAN - 1) // SPAN
         if failed == 0:
             failed = _call_5(state[PARALLEL_FOR], context, state[ATTEND], state[KV_HEADS] * state[_SPANS], 0, here)
         if count > SERIAL:
@@ -396,12 +377,11 @@ def _compute(state: Int64Array, context: int, together: bool) -> Any:
 
 @callback("voidptr(voidptr, voidptr)")
 def compute(kernel, context):  # type: ignore[no-untyped-def]
-    """The operator's KernelComputeV2. kernel: int64 [3]: the address of the state; the layer; 1 if queries, keys
-    and values stand behind each other in one input."""
+    """The operator's KernelComputeV2. kernel: int64 [3], the address of the state, the layer and the form."""
     facts = carray(kernel, (3,), np.int64)
     state = carray(pointer(facts[0]), (STATE_SIZE,), np.int64)
     state[_LAYER] = facts[1]
-    return pointer(_compute(state, address(context), facts[2] == 1))
+    return pointer(_compute(state, address(context), facts[2]))
 
 
 def functions() -> dict[int, int]:

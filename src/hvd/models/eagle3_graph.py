@@ -6,11 +6,16 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd.models.eagle3 import PARTS, SCRATCH
+from hvd.models.attention_kernel import APART, STORED
+from hvd.models.eagle3 import SCRATCH
 from hvd.models.eagle3_checkpoint import HeadWeights
-from hvd.models.onnx_graph import FUSED, GraphBuilder, Weight
+from hvd.models.eagle3_tensors import HeadSpec
+from hvd.models.onnx_api import DOMAIN
+from hvd.models.onnx_attention import OPERATOR
+from hvd.models.onnx_graph import GraphBuilder, Weight
 from hvd.models.onnx_weights import quantize
 from hvd.models.rope import cos_sin
+from hvd.types import Float32Array
 
 
 def write_graphs(directory: Path, head: HeadWeights, weights: str) -> None:
@@ -26,6 +31,12 @@ def write_graphs(directory: Path, head: HeadWeights, weights: str) -> None:
             builder.save(f"eagle3-{name}")
 
 
+def rope_table(spec: HeadSpec) -> Float32Array:
+    """Cosines and sines of every slot, [2, slots, D/2]."""
+    slots = np.arange(spec.context_limit + SCRATCH)
+    return np.stack(cos_sin(spec.rope, spec.head_dim, spec.context_limit, slots)).astype(np.float32)
+
+
 class _Graph:
     """Lays out a graph of a head."""
 
@@ -37,17 +48,13 @@ class _Graph:
         self.builder.output(self._fused(), "float32", [1, "n", self.spec.hidden_size])
 
     def eat(self) -> None:
-        """Keys and values [1, n, kv_heads * D] of pairs whose output nobody wants, of states as `fuse` takes them."""
+        """Keep the keys and values of pairs whose output nobody wants, of states as `fuse` takes them."""
         builder, spec = self.builder, self.spec
         embeds = builder.input("embeds", "float32", [1, "n", spec.hidden_size])
-        positions = builder.input("position_ids", "int64", [1, "n"])
-        self._angles()
         x, _ = self._pair(self._fused(), embeds)
-        k, v = self._projected(0, x, "k"), self._projected(0, x, "v")
-        turned = builder.node("RotaryEmbedding", [k, positions, "rope.cos", "rope.sin"], ["keys"], FUSED)
-        values = builder.node("Identity", [v], ["values"])
-        for part in (turned, values):
-            builder.output(part, "float32", [1, "n", spec.num_kv_heads * spec.head_dim])
+        operands = [self._projected(0, x, "k"), self._projected(0, x, "v")]
+        kept = builder.node(OPERATOR, operands, ["kept"], DOMAIN, layer=0, form=STORED)
+        builder.output(kept, "float32", [1, "n", 0])
 
     def _fused(self) -> str:
         builder, spec = self.builder, self.spec
@@ -68,11 +75,6 @@ class _Graph:
         features = builder.input("features", "float32", [1, "n", spec.hidden_size])
         embeds = builder.input("embeds", "float32", [1, "n", spec.hidden_size])
         builder.input("rows", "int64", ["m"])
-        builder.input("position_ids", "int64", [1, "n"])
-        builder.input("attention_bias", "float32", [1, 1, "n", "total"])
-        builder.input("last_position", "int32", [1])
-        builder.input("total_length", "int32", [])
-        self._angles()
         x, normed = self._pair(features, embeds)
         state, update = normed if spec.norm_before_residual else features, ""
         for layer in range(spec.num_layers):
@@ -85,12 +87,6 @@ class _Graph:
         wanted = builder.node("Gather", [normed, "rows"], ["wanted"], axis=1)
         logits = builder.linear(wanted, "lm_head", self._matrix("lm_head"), out="logits")
         builder.output(logits, "float32", [1, "m", spec.draft_vocab_size])
-
-    def _angles(self) -> None:
-        spec = self.spec
-        positions = np.arange(spec.context_limit + SCRATCH)  # the operator wants an angle for every slot, used or not
-        cos, sin = cos_sin(spec.rope, spec.head_dim, spec.context_limit, positions)
-        self.builder.rotary(cos.astype(np.float32), sin.astype(np.float32))
 
     def _pair(self, features: str, embeds: str) -> tuple[str, str]:
         """The first layer's input, and the normed features in it."""
@@ -106,16 +102,9 @@ class _Graph:
         return state, self._linear(self.builder.gated(gate, up, f"{name}.mlp"), f"{name}.mlp.down_proj")
 
     def _attention(self, layer: int, x: str) -> str:
-        """Attention over the cache. Unlike the target's, it takes positions and a mask, for the levels of a tree."""
-        builder, spec, name = self.builder, self.spec, f"layers.{layer}.self_attn"
-        q, k, v = (self._projected(layer, x, part) for part in "qkv")
-        shape: list[int | str] = [1, spec.num_kv_heads, "capacity", spec.head_dim]
-        past = [builder.input(f"past.{layer}.{part}", "float32", shape) for part in PARTS]
-        present = [builder.output(f"present.{layer}.{part}", "float32", shape) for part in PARTS]
-        shared = ["last_position", "total_length", "rope.cos", "rope.sin", "position_ids", "attention_bias"]
-        sizes = {"num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads, "scale": spec.head_dim**-0.5}
-        outputs = [f"{name}.out", *present]
-        mixed = builder.node("GroupQueryAttention", [q, k, v, *past, *shared], outputs, FUSED, do_rotary=1, **sizes)
+        name = f"layers.{layer}.self_attn"
+        operands = [self._projected(layer, x, part) for part in "qkv"]
+        mixed = self.builder.node(OPERATOR, operands, [f"{name}.out"], DOMAIN, layer=layer, form=APART)
         return self._linear(mixed, f"{name}.o_proj")
 
     def _projected(self, layer: int, x: str, part: str) -> str:

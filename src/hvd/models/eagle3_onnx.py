@@ -3,10 +3,10 @@
 A head is converted once, into `<cache>/eagle3/<digest of its files and its target>-<weights>-<format>/`:
 
     fuse/  step/  eat/                               the graphs (eagle3_graph.py)
-    embedding.npy  target_ids.npy  spec.json         the rest of the head
+    embedding.npy  target_ids.npy  rope.npy  spec.json    the rest of the head
 
-Committed pairs are eaten in passes that leave no row alone in its block, as in onnx_target.py: then a draft depends on
-the committed text alone, bit for bit, however the text was cut into passes.
+Committed pairs are eaten in passes of two rows at least, as in onnx_target.py: then a draft depends on the committed
+text alone, bit for bit, however that was cut into passes.
 """
 
 from __future__ import annotations
@@ -25,43 +25,64 @@ from numpy.typing import NDArray
 
 from hvd.errors import CheckpointError, ConfigError
 from hvd.models.config import RopeConfig
-from hvd.models.eagle3 import PARTS, SCRATCH, Eagle3Head, HeadCache, HeadOutput, NumpyHead, attention_bias
+from hvd.models.eagle3 import FIRST_CAPACITY, Eagle3Head, HeadCache, HeadOutput, NumpyHead
 from hvd.models.eagle3_checkpoint import HeadWeights, find_eagle3, load_eagle3
 from hvd.models.eagle3_tensors import HeadSpec
-from hvd.models.onnx_cache import FORMATS, WEIGHTS_FILE, cache_root
+from hvd.models.onnx_api import Binding
+from hvd.models.onnx_attention import Attention, BlockedStore
+from hvd.models.onnx_cache import FORMATS, ROPE_FILE, WEIGHTS_FILE, cache_root
 from hvd.models.onnx_linear import PACKED
 from hvd.models.onnx_session import open_session
 from hvd.models.target import TargetSpec
 from hvd.types import BoolArray, Float32Array, Int32Array
 
-FORMAT = 3
+FORMAT = 5
 HEAD_DIM_STEP = 16
 """The runtime's attention takes heads of a multiple of this."""
 ONE_THREAD_BYTES = 16 * 1024 * 1024
 """A head of fewer bytes of weights is done on one core before several have agreed."""
 
 
+class OnnxHeadCache(HeadCache):
+    """Keys and values of one request, where the attention kernel finds them."""
+
+    def __init__(self, spec: HeadSpec) -> None:
+        self.length = 0
+        self.store = BlockedStore(spec.num_layers, spec.num_kv_heads, spec.head_dim)
+
+    @property
+    def capacity(self) -> int:
+        """See `HeadCache.capacity`."""
+        return int(self.store.array.shape[2])
+
+    def reserve(self, slots: int) -> None:
+        """See `HeadCache.reserve`."""
+        if slots > self.capacity:
+            self.store.grow(max(slots, 2 * self.capacity, FIRST_CAPACITY), self.capacity)
+
+
 class OnnxHead(Eagle3Head):
     """A converted head. threads: None = one for a small head, else all cores. CheckpointError if it can't be read."""
 
     def __init__(self, directory: Path, threads: int | None = None) -> None:
-        spec, embedding, target_ids = _read(directory)
+        spec, embedding, target_ids, rope = _read(directory)
         super().__init__(spec, embedding, target_ids)
-        angles = (spec.context_limit + SCRATCH) * spec.head_dim * 4
-        small = (directory / "step" / WEIGHTS_FILE).stat().st_size - angles < ONE_THREAD_BYTES
+        small = (directory / "step" / WEIGHTS_FILE).stat().st_size < ONE_THREAD_BYTES
         threads = 1 if small else threads
+        self._attention = Attention(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5, rope)
         self._fuse = open_session(directory / "fuse", 1).binding()
-        self._step = open_session(directory / "step", threads).binding()
-        self._eat = open_session(directory / "eat", threads).binding() if (directory / "eat").exists() else None
-        self._bound: tuple[HeadCache | None, int] = (None, 0)
-        self._total, self._last = np.zeros((), np.int32), np.zeros(1, np.int32)
-        self._step.input("total_length", self._total)
-        self._step.input("last_position", self._last)
+        self._step = open_session(directory / "step", threads, [self._attention.operator()]).binding()
+        self._eat: Binding | None = None
+        if (directory / "eat").exists():
+            self._eat = open_session(directory / "eat", threads, [self._attention.operator()]).binding()
+
+    def open(self) -> OnnxHeadCache:
+        """See `Eagle3Head.open`."""
+        return OnnxHeadCache(self.spec)
 
     def fuse(self, states: Float32Array) -> Float32Array:
         """See `Eagle3Head.fuse`."""
-        lone = len(states) % HEAD_DIM_STEP == 1
-        padded = np.concatenate([states, states[-1:]]) if lone else states
+        padded = _not_alone(states)
         fused = np.empty((len(padded), self.spec.hidden_size), np.float32)
         self._fuse.input("states", np.ascontiguousarray(padded)[None])
         self._fuse.output("fused", fused, (1, *fused.shape))
@@ -75,18 +96,13 @@ class OnnxHead(Eagle3Head):
             super().eat(tokens, states, cache)
             return
         count, start = len(tokens), cache.length
-        if count % HEAD_DIM_STEP == 1:
-            tokens, states = np.append(tokens, tokens[-1:]), np.concatenate([states, states[-1:]])
+        tokens, states = _not_alone(tokens), _not_alone(states)
         self._eat.input("states", np.ascontiguousarray(states)[None])
         self._eat.input("embeds", self.embed(tokens)[None])
-        self._eat.input("position_ids", np.arange(start, start + len(tokens))[None])
-        made = np.empty((2, len(tokens), self.spec.num_kv_heads, self.spec.head_dim), np.float32)
-        for name, rows in zip(("keys", "values"), made, strict=True):
-            self._eat.output(name, rows, (1, len(tokens), rows[0].size))
+        self._eat.output("kept", np.empty((1, len(tokens), 0), np.float32))
+        cache.reserve(start + len(tokens))
+        self._attention.begin(_own(cache).store, start, len(tokens))
         self._eat.run()
-        cache.reserve(start + count)
-        for store, rows in zip((cache.keys, cache.values), made, strict=True):
-            store[0, :, start : start + count] = rows[:count].transpose(1, 0, 2)
         cache.length += count
 
     def forward(
@@ -103,43 +119,39 @@ class OnnxHead(Eagle3Head):
         """See `Eagle3Head.forward`."""
         count = len(tokens)
         rows = np.array([count - 1]) if last else np.arange(count)
-        if start is None and count % HEAD_DIM_STEP == 1:
-            tokens, features = np.append(tokens, tokens[-1:]), np.concatenate([features, features[-1:]])
+        if start is None:
+            tokens, features = _not_alone(tokens), _not_alone(features)
         start = cache.length if start is None else start
-        width, total = len(tokens), start + len(tokens)
-        cache.reserve(total)
-        bias = attention_bias(width, start, cache.length, mask)
-        inputs = {
-            "embeds": self.embed(tokens)[None],
-            "features": np.ascontiguousarray(features)[None],
-            "position_ids": (np.arange(start, total) if mask is None else np.full(width, cache.length + depth))[None],
-            "attention_bias": (np.zeros((width, total), np.float32) if bias is None else bias)[None, None],
-            "rows": rows,
-        }
-        self._total[()], self._last[0] = total, total - 1
+        width = len(tokens)
+        cache.reserve(start + width)
+        store = _own(cache).store
+        if mask is None:
+            self._attention.begin(store, start, width)
+        else:
+            position, seen = cache.length + depth, np.ascontiguousarray(mask)
+            self._attention.begin(store, start, width, position=position, step=0, mask=seen, masked_from=cache.length)
+        self._step.input("embeds", self.embed(tokens)[None])
+        self._step.input("features", np.ascontiguousarray(features)[None])
+        self._step.input("rows", rows)
         output = HeadOutput(
             np.empty((width, self.spec.hidden_size), np.float32),
             np.empty((len(rows), self.spec.draft_vocab_size), np.float32),
         )
-        self._run(inputs, output, cache)
-        return HeadOutput(output.features[:count], output.logits)
-
-    def _run(self, inputs: dict[str, NDArray[Any]], output: HeadOutput, cache: HeadCache) -> None:
-        if self._bound != (cache, cache.capacity):
-            self._bind_cache(cache)
-        for name, array in inputs.items():
-            self._step.input(name, array)
         self._step.output("fed_back", output.features, (1, *output.features.shape))
         self._step.output("logits", output.logits, (1, *output.logits.shape))
         self._step.run()
+        return HeadOutput(output.features[:count], output.logits)
 
-    def _bind_cache(self, cache: HeadCache) -> None:
-        """Let the graph read and extend the cache in place."""
-        for layer in range(self.spec.num_layers):
-            for part, store in zip(PARTS, (cache.keys[layer], cache.values[layer]), strict=True):
-                self._step.input(f"past.{layer}.{part}", store, (1, *store.shape))
-                self._step.output(f"present.{layer}.{part}", store, (1, *store.shape))
-        self._bound = (cache, cache.capacity)
+
+def _not_alone(rows: NDArray[Any]) -> NDArray[Any]:
+    """A row that would stand alone, twice."""
+    return np.concatenate([rows, rows]) if len(rows) == 1 else rows
+
+
+def _own(cache: HeadCache) -> OnnxHeadCache:
+    if not isinstance(cache, OnnxHeadCache):
+        raise TypeError(f"this head needs a cache that it opened itself, got {type(cache).__name__}")
+    return cache
 
 
 def load_head(
@@ -176,20 +188,22 @@ def load_head(
 
 def write_head(directory: Path, head: HeadWeights, weights: str) -> None:
     """Write the files of a converted head into a new directory."""
-    from hvd.models.eagle3_graph import write_graphs  # needs onnx and Numba, which decoding can do without
+    from hvd.models.eagle3_graph import rope_table, write_graphs  # needs onnx and Numba, which decoding can do without
 
     write_graphs(directory, head, weights)
     np.save(directory / "embedding.npy", head.embedding)
     np.save(directory / "target_ids.npy", head.target_ids)
+    np.save(directory / ROPE_FILE, rope_table(head.spec))
     (directory / "spec.json").write_text(json.dumps(asdict(head.spec), indent=2), "utf-8")
 
 
-def _read(directory: Path) -> tuple[HeadSpec, NDArray[Any], Int32Array]:
+def _read(directory: Path) -> tuple[HeadSpec, NDArray[Any], Int32Array, Float32Array]:
     try:
         facts = json.loads((directory / "spec.json").read_text("utf-8"))
         facts |= {"aux_layers": tuple(facts["aux_layers"]), "rope": RopeConfig(**facts["rope"])}
         embedding = np.asarray(np.load(directory / "embedding.npy", mmap_mode="r"))
-        return HeadSpec(**facts), embedding, np.load(directory / "target_ids.npy")
+        rope = np.load(directory / ROPE_FILE, mmap_mode="r")
+        return HeadSpec(**facts), embedding, np.load(directory / "target_ids.npy"), rope
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"can't open the converted EAGLE3 head in {directory} ({error}); remove it") from error
 

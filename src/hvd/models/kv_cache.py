@@ -24,8 +24,10 @@ class GrowingKVCache(KVCache):
 
     limit      most positions, committed and pending together
     slack      further positions that a backend may scribble on behind the pending ones (padding of a narrow pass)
-    capacity   positions that the storage holds now; doubles from FIRST_CAPACITY up to limit + slack
+    capacity   positions that the storage holds now; doubles from `first_capacity` up to limit + slack
     """
+
+    first_capacity = FIRST_CAPACITY
 
     def __init__(self, limit: int, slack: int = 0) -> None:
         self.length = 0
@@ -48,7 +50,7 @@ class GrowingKVCache(KVCache):
             raise ValueError(f"{count} tokens behind {self.length} pass the context limit of {self.limit} positions")
         need = self.length + count + self.slack
         if need > self.capacity:
-            capacity = max(self.capacity, FIRST_CAPACITY)
+            capacity = max(self.capacity, self.first_capacity)
             while capacity < need:
                 capacity *= 2
             capacity = min(capacity, self.limit + self.slack)

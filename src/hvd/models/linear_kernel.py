@@ -33,7 +33,6 @@ from hvd.models.vector_code import (
     BYTES,
     FLOAT,
     I32,
-    I64,
     INTEGERS,
     LANES,
     VECTOR,
@@ -48,7 +47,7 @@ from hvd.models.vector_code import (
 from hvd.types import Float32Array, Int64Array
 
 QUADS = BLOCK // 4
-TILE = 8 if WIDE else 4
+TILE = 12 if WIDE else 4
 """Rows that are multiplied at once: their sums fill the registers."""
 GROUPS_AN_ITEM = 4
 """Groups of matrix rows that a thread takes at a time."""
@@ -120,11 +119,17 @@ def _round_block(code: Code, x: Any, rounded: Any, facts: Any) -> None:
     code.store(b.sitofp(b.neg(total), FLOAT), code.at(facts, 4))
 
 
-def _product(rows: int, bits: int) -> Any:
-    """(inputs, bytes a row, facts, bytes a row, records, blocks, out): out[r, 16] = inputs[r] . 16 matrix rows."""
+def _product(bits: int) -> Any:
+    """(rows, inputs, bytes a row, facts, bytes a row, records, blocks, out): out[r, 16] = inputs[r] . 16 matrix rows,
+    for up to TILE rows."""
     record, weights = record_size(bits), BLOCK * LANES * bits // 8
 
-    def body(code: Code, x: Any, x_row: Any, facts: Any, facts_row: Any, records: Any, blocks: Any, out: Any) -> None:
+    def body(code: Code, rows: Any, *rest: Any) -> None:
+        code.cases(rows, TILE, lambda count: of_rows(code, count, *rest))
+
+    def of_rows(
+        code: Code, rows: int, x: Any, x_row: Any, facts: Any, facts_row: Any, records: Any, blocks: Any, out: Any
+    ) -> None:
         b = code.b
 
         def add(block: Any, sums: list[Any]) -> list[Any]:
@@ -138,13 +143,13 @@ def _product(rows: int, bits: int) -> Any:
                     shifted = both if quad < QUADS // 2 else b.lshr(both, code.integers(4))
                     weight = b.and_(shifted, code.integers(0x0F0F0F0F))
                 for row in range(rows):
-                    four = code.load(code.at(x, b.mul(x_row, I64(row)), code.times(block, BLOCK), quad * 4), I32)
+                    four = code.load(code.at(x, code.times(x_row, row), code.times(block, BLOCK), quad * 4), I32)
                     dots[row] = code.dot(dots[row], weight, code.splat(four))
             scale = code.load(code.at(here, weights))
             zero = b.uitofp(code.load(code.at(here, weights + BYTES), BYTE_LANES), VECTOR)
             new = []
             for row in range(rows):
-                fact = code.at(facts, b.mul(facts_row, I64(row)), code.times(block, 8))
+                fact = code.at(facts, code.times(facts_row, row), code.times(block, 8))
                 less = code.splat(code.load(code.at(fact, 4), FLOAT))
                 exact = code.fma(zero, less, b.sitofp(dots[row], VECTOR))
                 both_scales = b.fmul(scale, code.splat(code.load(fact, FLOAT)))
@@ -155,7 +160,7 @@ def _product(rows: int, bits: int) -> Any:
         for row, value in enumerate(sums):
             code.store(value, code.at(out, row * BYTES))
 
-    return vector_function(7, body)
+    return vector_function(8, body)
 
 
 def _gate(code: Code, gate: Any, up: Any) -> None:
@@ -170,52 +175,9 @@ def _gate(code: Code, gate: Any, up: Any) -> None:
 
 _round = vector_function(3, _round_block)
 _gate_by = vector_function(2, _gate)
-_eight = [_product(rows, 8) for rows in range(1, 9)]
-_four = [_product(rows, 4) for rows in range(1, 9)]
-_e1, _e2, _e3, _e4, _e5, _e6, _e7, _e8 = _eight
-_f1, _f2, _f3, _f4, _f5, _f6, _f7, _f8 = _four
+_eight, _four = _product(8), _product(4)
 _call_1, _call_2, _call_3, _call_5 = (outside(count) for count in (1, 2, 3, 5))
-_stack = room(2 * 8 * LANES)
-
-
-@jit
-def _tile_eight(rows: int, x: int, x_row: int, facts: int, facts_row: int, records: int, blocks: int, out: int) -> None:
-    if rows == 8:
-        _e8(x, x_row, facts, facts_row, records, blocks, out)
-    elif rows == 7:
-        _e7(x, x_row, facts, facts_row, records, blocks, out)
-    elif rows == 6:
-        _e6(x, x_row, facts, facts_row, records, blocks, out)
-    elif rows == 5:
-        _e5(x, x_row, facts, facts_row, records, blocks, out)
-    elif rows == 4:
-        _e4(x, x_row, facts, facts_row, records, blocks, out)
-    elif rows == 3:
-        _e3(x, x_row, facts, facts_row, records, blocks, out)
-    elif rows == 2:
-        _e2(x, x_row, facts, facts_row, records, blocks, out)
-    else:
-        _e1(x, x_row, facts, facts_row, records, blocks, out)
-
-
-@jit
-def _tile_four(rows: int, x: int, x_row: int, facts: int, facts_row: int, records: int, blocks: int, out: int) -> None:
-    if rows == 8:
-        _f8(x, x_row, facts, facts_row, records, blocks, out)
-    elif rows == 7:
-        _f7(x, x_row, facts, facts_row, records, blocks, out)
-    elif rows == 6:
-        _f6(x, x_row, facts, facts_row, records, blocks, out)
-    elif rows == 5:
-        _f5(x, x_row, facts, facts_row, records, blocks, out)
-    elif rows == 4:
-        _f4(x, x_row, facts, facts_row, records, blocks, out)
-    elif rows == 3:
-        _f3(x, x_row, facts, facts_row, records, blocks, out)
-    elif rows == 2:
-        _f2(x, x_row, facts, facts_row, records, blocks, out)
-    else:
-        _f1(x, x_row, facts, facts_row, records, blocks, out)
+_stack = room(2 * TILE * LANES)
 
 
 @jit
@@ -223,9 +185,9 @@ def _tile(
     bits: int, rows: int, x: int, x_row: int, facts: int, facts_row: int, records: int, blocks: int, out: int
 ) -> None:
     if bits == 8:
-        _tile_eight(rows, x, x_row, facts, facts_row, records, blocks, out)
+        _eight(rows, x, x_row, facts, facts_row, records, blocks, out)
     else:
-        _tile_four(rows, x, x_row, facts, facts_row, records, blocks, out)
+        _four(rows, x, x_row, facts, facts_row, records, blocks, out)
 
 
 @jit
@@ -260,17 +222,19 @@ def _multiply(state: Int64Array, item: int) -> None:
     for group in range(item * GROUPS_AN_ITEM, min(groups, (item + 1) * GROUPS_AN_ITEM)):
         records = state[_MATRIX] + group * (1 + gated) * size
         here = min(LANES, rows - group * LANES)
+        tiles = (count + TILE - 1) // TILE
+        size_of_tile = (count + tiles - 1) // tiles
         row = 0
         while row < count:
-            tile = min(TILE, count - row)
+            tile = min(size_of_tile, count - row)
             x, fact = state[WORKSPACE] + row * blocks * BLOCK, facts + row * blocks * 8
             _tile(bits, tile, x, blocks * BLOCK, fact, blocks * 8, records, blocks, made)
             if gated == 1:
-                up = made + 8 * BYTES
+                up = made + TILE * BYTES
                 _tile(bits, tile, x, blocks * BLOCK, fact, blocks * 8, records + size, blocks, up)
                 for member in range(tile):
                     _gate_by(made + member * BYTES, up + member * BYTES)
-            sums = carray(pointer(made), (8, LANES), np.float32)
+            sums = carray(pointer(made), (TILE, LANES), np.float32)
             out = carray(pointer(state[_OUT] + (row * rows + group * LANES) * 4), (tile * rows,), np.float32)
             if state[BIAS] == 1:
                 bias = carray(pointer(state[_BIAS] + group * LANES * 4), (here,), np.float32)

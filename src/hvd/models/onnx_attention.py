@@ -1,4 +1,4 @@
-"""The target's attention on the onnx backend: the cache that it reads and extends, and the operator in the graph."""
+"""Attention on the onnx backend: the cache that it reads and extends, and the operator in the graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from hvd.models.attention_kernel import (
     GROUP,
     HEAD_DIM,
     KV_HEADS,
+    MASK,
+    MASKED_FROM,
     PARALLEL_FOR,
+    POSITION,
+    POSITION_STEP,
     SCALE,
     SIN,
     START,
@@ -37,49 +41,64 @@ from hvd.models.onnx_api import (
     api,
 )
 from hvd.models.vector_code import LANES
-from hvd.types import Float32Array, Int64Array
+from hvd.types import BoolArray, Float32Array, Int64Array
 
 OPERATOR = "Attention"
+"""Inputs as the attribute `form` says (`attention_kernel`), attribute `layer`; output [1, n, heads * head_dim], or
+[1, n, 0] where keys and values are only kept."""
+
+
+class BlockedStore:
+    """Keys and values as the kernel reads them: `array`, float32 [2 * layers, kv_heads, capacity, head_dim], laid out
+    as `attention_kernel` says. Memory that was never written to is not taken."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int) -> None:
+        self.array: Float32Array = np.empty((2 * layers, kv_heads, 0, head_dim), np.float32)
+
+    def read(self, slots: Int64Array) -> Float32Array:
+        """Copies of the keys and values in some slots, [2 * layers, kv_heads, n, head_dim]."""
+        two_layers, heads, _, dim = self.array.shape
+        rows = np.empty((two_layers, heads, len(slots), dim), np.float32)
+        rows[0::2] = np.moveaxis(self._keys()[:, :, slots // LANES, :, slots % LANES], 0, 2)
+        rows[1::2] = self.array[1::2, :, slots]
+        return rows
+
+    def write(self, slots: Int64Array, rows: Float32Array) -> None:
+        """Put keys and values, as `read` gives them, into some slots."""
+        self._keys()[:, :, slots // LANES, :, slots % LANES] = np.moveaxis(rows[0::2], 2, 0)
+        self.array[1::2, :, slots] = rows[1::2]
+
+    def grow(self, capacity: int, used: int) -> None:
+        """Make room for so many slots; the first `used` keep what they hold."""
+        two_layers, heads, _, dim = self.array.shape
+        larger = np.empty((two_layers, heads, _rounded(capacity, CAPACITY_STEP), dim), np.float32)
+        used = _rounded(used, LANES)
+        larger[:, :, :used] = self.array[:, :, :used]
+        self.array = larger
+
+    def _keys(self) -> Float32Array:
+        two_layers, heads, _, dim = self.array.shape
+        return self.array[0::2].reshape(two_layers // 2, heads, -1, dim, LANES)
 
 
 class OnnxKVCache(GrowingKVCache):
-    """Keys and values of all layers of one request: `store`, float32 [2 * layers, kv_heads, capacity, head_dim], laid
-    out as `attention_kernel` says."""
+    """Keys and values of all layers of one request."""
+
+    first_capacity = 2048
 
     def __init__(self, shape: tuple[int, int, int], limit: int, slack: int) -> None:
         """shape: (layers, kv_heads, head_dim)."""
         super().__init__(limit, slack)
-        self.layers, self._heads, self._head_dim = shape
-        self.store: Float32Array = np.empty((2 * self.layers, self._heads, 0, self._head_dim), np.float32)
-
-    def read(self, positions: Int64Array) -> Float32Array:
-        """Copies of the keys and values at some positions, [2 * layers, kv_heads, n, head_dim]."""
-        rows = np.empty((*self.store.shape[:2], len(positions), self._head_dim), np.float32)
-        keys = self._keys()[:, :, positions // LANES, :, positions % LANES]
-        rows[0::2] = np.moveaxis(keys, 0, 2)
-        rows[1::2] = self.store[1::2, :, positions]
-        return rows
-
-    def write(self, positions: Int64Array, rows: Float32Array) -> None:
-        """Put keys and values, as `read` gives them, at some positions."""
-        self._keys()[:, :, positions // LANES, :, positions % LANES] = np.moveaxis(rows[0::2], 2, 0)
-        self.store[1::2, :, positions] = rows[1::2]
-
-    def _keys(self) -> Float32Array:
-        return self.store[0::2].reshape(self.layers, self._heads, -1, self._head_dim, LANES)
+        self.store = BlockedStore(*shape)
 
     def _grow(self, capacity: int) -> None:
-        capacity = _rounded(capacity, CAPACITY_STEP)
-        store = np.empty((2 * self.layers, self._heads, capacity, self._head_dim), np.float32)
-        used = _rounded(self.length, LANES)
-        store[:, :, :used] = self.store[:, :, :used]
-        self.store = store
+        self.store.grow(capacity, self.length)
 
     def _move(self, sources: Int64Array, start: int) -> None:
-        self.write(np.arange(start, start + len(sources)), self.read(sources))
+        self.store.write(np.arange(start, start + len(sources)), self.store.read(sources))
 
     def _free(self) -> None:
-        self.store = np.empty((0, 0, 0, 0), np.float32)
+        self.store = BlockedStore(0, 0, LANES)
 
 
 class Attention:
@@ -93,6 +112,7 @@ class Attention:
         self._shape = (kv_heads, num_heads // kv_heads, head_dim)
         self._rope = rope
         self._workspace = np.empty(0, np.float32)
+        self._mask: BoolArray | None = None
         self._state = state = np.zeros(STATE_SIZE, np.int64)
         state[[KV_HEADS, GROUP, HEAD_DIM]] = self._shape
         state[SCALE] = np.float64(scale).view(np.int64)
@@ -103,20 +123,42 @@ class Attention:
         state[PARALLEL_FOR] = runtime.places[KERNEL_CONTEXT_PARALLEL_FOR]
         for place, address in functions().items():
             state[place] = address
-        self.operator = Operator(
+
+    def operator(self) -> Operator:
+        """For one session."""
+        address = self._state.ctypes.data
+        return Operator(
             OPERATOR,
             (FLOAT32, FLOAT32, FLOAT32),
-            ("layer", "together"),
-            lambda told: np.array([state.ctypes.data, told["layer"], told["together"]], np.int64),
+            ("layer", "form"),
+            lambda told: np.array([address, told["layer"], told["form"]], np.int64),
             compute.address,
             optional=2,
         )
 
-    def begin(self, cache: OnnxKVCache, start: int, width: int) -> None:
-        """The next pass computes `width` tokens at positions start, start + 1, .. of a cache that has room for them."""
+    def begin(
+        self,
+        store: BlockedStore,
+        start: int,
+        width: int,
+        *,
+        position: int | None = None,
+        step: int = 1,
+        mask: BoolArray | None = None,
+        masked_from: int = 0,
+    ) -> None:
+        """Say what the next pass does: `width` tokens take slots start, start + 1, .. of a store that has room.
+
+        position, step   where the first token stands, and how much further each next one; default: at its slot
+        mask             bool [width, start + width - masked_from], C-contiguous: which slots from masked_from on each
+                         token sees; None = those up to its own
+        """
         state = self._state
-        state[STORE], state[CAPACITY] = cache.store.ctypes.data, cache.store.shape[2]
+        state[STORE], state[CAPACITY] = store.array.ctypes.data, store.array.shape[2]
         state[START], state[WIDTH] = start, width
+        state[POSITION], state[POSITION_STEP] = start if position is None else position, step
+        state[MASK], state[MASKED_FROM] = 0 if mask is None else mask.ctypes.data, masked_from
+        self._mask = mask
         size = workspace_size(*self._shape, width, start + width)
         if size > len(self._workspace):
             self._workspace = np.empty(2 * size, np.float32)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from hvd.models.attention_kernel import APART, TOGETHER
 from hvd.models.config import ModelConfig
 from hvd.models.onnx_api import DOMAIN
 from hvd.models.onnx_attention import OPERATOR
@@ -118,8 +119,8 @@ def _attention(builder: GraphBuilder, config: ModelConfig, weights: WeightSource
         for index, part in enumerate("qk"):
             gain = weights.plain(f"{name}.{part}_norm.weight")
             operands[index] = builder.head_norm(operands[index], f"{name}.{part}_norm", gain, epsilon)
-    together = int(len(operands) == 1)
-    out = builder.node(OPERATOR, operands, [f"{name}.out"], DOMAIN, layer=layer, together=together)
+    form = TOGETHER if len(operands) == 1 else APART
+    out = builder.node(OPERATOR, operands, [f"{name}.out"], DOMAIN, layer=layer, form=form)
     return _linear(builder, weights, out, f"{name}.o_proj", config.o_bias)
 
 

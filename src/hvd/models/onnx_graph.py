@@ -150,11 +150,6 @@ class GraphBuilder:
         normed = self.rms_norm(split, name, gain, epsilon)
         return self.node("Reshape", [normed, self.constant("from_heads", np.array([0, 0, -1]))], [f"{name}.flat"])
 
-    def rotary(self, cos: Float32Array, sin: Float32Array) -> None:
-        """Store the rotary tables, float32 [positions, D/2] each (`hvd.models.rope.cos_sin`)."""
-        self.constant("rope.cos", cos)
-        self.constant("rope.sin", sin)
-
     def gated(self, gate: str, up: str, name: str) -> str:
         """`silu(gate) * up`."""
         active = self.node("QuickGelu", [gate], [f"{name}.silu"], FUSED, alpha=1.0)

@@ -71,7 +71,7 @@ class OnnxTarget(Target):
         )
         dim, rope = wide(config.head_dim), np.load(converted.directory / ROPE_FILE, mmap_mode="r")
         self._attention = Attention(config.num_heads, config.num_kv_heads, dim, config.head_dim**-0.5, rope)
-        session = open_session(converted.directory, threads, [self._attention.operator])
+        session = open_session(converted.directory, threads, [self._attention.operator()])
         self._bindings = {"tokens": session.binding(), "states": session.binding()}
         self._ids = np.zeros((1, MAX_WIDTH + SLACK), np.int64)
         self._positions = np.arange(MAX_WIDTH + SLACK, dtype=np.int64)
@@ -151,7 +151,7 @@ class OnnxTarget(Target):
         width = self._padded(len(tokens))
         self._ids[0, : len(tokens)] = tokens
         self._ids[0, len(tokens) : width] = 0
-        self._attention.begin(cache, start, width)
+        self._attention.begin(cache.store, start, width)
         binding = self._bindings["tokens" if hidden is None else "states"]
         binding.input("input_ids", self._ids, (1, width))
         binding.input("rows", rows)
@@ -178,19 +178,20 @@ class OnnxTarget(Target):
     def _tree(self, cache: OnnxKVCache, tokens: Int32Array, parents: Int32Array, rows: str, output: SpanOutput) -> None:
         """Compute a tree chain by chain, each in the place of the ones before it; at the end the nodes lie in order."""
         depth = depths(parents)
-        nodes = np.empty((*cache.store.shape[:2], len(tokens), cache.store.shape[3]), np.float32)
+        two_layers, heads, _, dim = cache.store.array.shape
+        nodes = np.empty((two_layers, heads, len(tokens), dim), np.float32)
         for chain in chains(parents):
             start, end = int(depth[chain[0]]), int(depth[chain[-1]]) + 1
             result = self._scratch(len(chain), output.hidden is not None)
             self._chain(cache, cache.length + start, tokens[chain], True, result)
-            nodes[:, :, chain] = cache.read(np.arange(cache.length + start, cache.length + end))
+            nodes[:, :, chain] = cache.store.read(np.arange(cache.length + start, cache.length + end))
             if rows == "all":
                 output.logits[chain] = result.logits
             elif rows == "last" and chain[-1] == len(tokens) - 1:
                 output.logits[0] = result.logits[-1]
             if output.hidden is not None:
                 output.hidden[chain] = result.hidden
-        cache.write(np.arange(cache.length, cache.length + len(tokens)), nodes)
+        cache.store.write(np.arange(cache.length, cache.length + len(tokens)), nodes)
 
     def _scratch(self, count: int, hidden: bool) -> SpanOutput:
         width = self.spec.hidden_size * len(self.spec.aux_layers)

@@ -135,6 +135,19 @@ class Code:
         b.position_at_end(behind)
         return new
 
+    def cases(self, number: Any, count: int, body: Callable[[int], None]) -> None:
+        """Code for each number of 1 to count, of which the one is done that `number` says."""
+        b = self.b
+        behind = b.append_basic_block("behind")
+        blocks = [b.append_basic_block(f"case{case}") for case in range(1, count + 1)]
+        choice = b.switch(number, blocks[-1])
+        for case, block in enumerate(blocks, start=1):
+            choice.add_case(I64(case), block)
+            b.position_at_end(block)
+            body(case)
+            b.branch(behind)
+        b.position_at_end(behind)
+
     def exp(self, x: Any) -> Any:
         """e^x of x <= 0, to about one unit in the last place (Cephes' expf); e^-87 of all below."""
         b = self.b
