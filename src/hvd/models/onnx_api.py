@@ -254,7 +254,7 @@ class Binding:
     def __init__(self, session: Session) -> None:
         self._api, self._session = api(), session
         self._arrays: dict[str, NDArray[Any]] = {}
-        self._bound: dict[str, tuple[int, ...]] = {}
+        self._bound: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._handle = self._api.make("CreateIoBinding", session._handle)
 
     def input(self, name: str, array: NDArray[Any], shape: tuple[int, ...] | None = None) -> None:
@@ -273,14 +273,15 @@ class Binding:
         if not array.flags.c_contiguous:
             raise ValueError(f"the array for {name} is not C-contiguous")
         shape = array.shape if shape is None else shape
-        if self._arrays.get(name) is array and self._bound[name] == shape:
+        data = array.ctypes.data
+        self._arrays[name] = array
+        if self._bound.get(name) == (data, shape):
             return
-        sizes = (c_int64 * len(shape))(*shape)
-        data, size, kind = array.ctypes.data, math.prod(shape) * array.itemsize, _TYPES[array.dtype]
+        sizes, size, kind = (c_int64 * len(shape))(*shape), math.prod(shape) * array.itemsize, _TYPES[array.dtype]
         value = self._api.make("CreateTensorWithDataAsOrtValue", self._api.memory, data, size, sizes, len(shape), kind)
         self._api.call(how, self._handle, name.encode(), value)
         self._api.release("Value", value)  # the binding holds it
-        self._arrays[name], self._bound[name] = array, shape
+        self._bound[name] = (data, shape)
 
     def __del__(self) -> None:
         if hasattr(self, "_handle") and not sys.is_finalizing():
