@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -139,15 +140,35 @@ def tree(rng: np.random.Generator, reference: Reference, start: int, size: int) 
 
 
 def check_company(reference: Reference) -> None:
-    """Two requests in one pass do not disturb each other."""
+    """Requests that share a pass do not disturb each other: prompts, drafts, trees and single tokens of many texts."""
     target, text = reference.target, reference.text
-    reference.restore()
-    reference.cache.rollback(20)
-    other = target.open()
-    first, second = target.forward([Span(reference.cache, text[20:23]), Span(other, text[:17], rows="last")])
-    assert np.array_equal(first.logits, reference.logits[20:23])
-    assert np.array_equal(second.logits, reference.logits[16:17])
-    reference.cache.keep(())
+    rng = np.random.default_rng(9)
+    spans, wanted, caches = [], [], []
+    for index in range(12):
+        start, width = int(rng.integers(0, 90)), int(rng.choice([1, 1, 2, 5, 9, 40]))
+        rows: Literal["all", "last", "none"] = ("all", "all", "last", "none")[index % 4]
+        caches.append(target.open())
+        if start:
+            target.forward([Span(caches[-1], text[:start], rows="none")])
+            caches[-1].keep(range(start))
+        parents = np.arange(-1, width - 1, dtype=np.int32)
+        if index % 5 == 4 and width > 2:
+            parents[2:] -= 1
+        spans.append(Span(caches[-1], text[start : start + width], parents if index % 5 == 4 else None, rows=rows))
+        wanted.append({"all": slice(start, start + width), "last": slice(start + width - 1, start + width)}.get(rows))
+    outputs = target.forward(spans)
+    for span, output, part in zip(spans, outputs, wanted, strict=True):
+        if part is None:
+            assert len(output.logits) == 0
+        elif span.parents is None:
+            assert np.array_equal(output.logits, reference.logits[part])
+    for span, cache in zip(spans, caches, strict=True):
+        if span.parents is None:
+            cache.keep(range(len(span.tokens)))
+            stored = cache.store.read(np.arange(cache.length))
+            assert np.array_equal(stored, reference.store[:, :, : cache.length])
+        else:
+            cache.keep(())
 
 
 # -- tiny models ------------------------------------------------------------------------------------------------------

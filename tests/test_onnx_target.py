@@ -164,7 +164,7 @@ def test_the_spec_names_the_model(tiny_model: Tiny) -> None:
     path = tiny_model("qwen3")
     spec = open_tiny(path, "int4").spec
     assert (spec.family, spec.backend, spec.weights) == ("qwen3", "onnx", "int4")
-    assert (spec.min_width, spec.shared_passes) == (1 if PACKED else 2, False)
+    assert (spec.min_width, spec.shared_passes) == (1 if PACKED else 2, True)
     assert open_tiny(path, "fp32").spec.min_width == 2
     assert spec.fingerprint == target_checkpoint(path).fingerprint
 

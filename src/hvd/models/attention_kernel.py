@@ -60,18 +60,21 @@ MIX_TILE = 4 if WIDE else 1
 
 # What a kernel is told, int64 each: the runtime's functions and the shape once, the rest before every pass.
 GET_INPUT, GET_OUTPUT, GET_DATA, PARALLEL_FOR, PREPARE, ATTEND, COMBINE = range(7)
-KV_HEADS, GROUP, HEAD_DIM, SCALE = range(7, 11)
+KV_HEADS, GROUP, HEAD_DIM, SCALE, COS, SIN = range(7, 13)
 """SCALE: a float64's bits."""
-COS, SIN, STORE, CAPACITY, START, WIDTH, WORKSPACE = range(11, 18)
-"""START: the slot of the first token."""
-POSITION, POSITION_STEP, MASK, MASKED_FROM = range(18, 22)
-"""Where the first token stands in the text, and how much further each one behind it. MASK: 0, or the address of bytes
-[width, slots from MASKED_FROM on], 0 = the token does not see that slot; it then sees all others, too."""
+SEGMENTS, SEGMENT_COUNT, TOTAL_WIDTH, WORKSPACE = range(13, 17)
+"""SEGMENTS: the address of int64 [count, 5], the texts of a pass: cache, capacity, slot of the first token, number of
+tokens, position of the first token in its text."""
+POSITION_STEP, MASK, MASKED_FROM = range(17, 20)
+"""How much further each token of a segment stands. MASK: 0, or the address of bytes [width, slots from MASKED_FROM on],
+0 = the token does not see that slot; it then sees all others, too."""
+STORE, CAPACITY, START, WIDTH, POSITION = range(20, 25)
+"""Of the segment at hand."""
 APART, TOGETHER, STORED = range(3)
 """How a node gets its queries, keys and values: as three inputs; behind each other in one; or keys and values alone, to
 be kept in the cache, as two inputs."""
-_QUERY, _KEY, _VALUE, _QUERY_ROW, _KEY_ROW, _VALUE_ROW, _OUT, _LAYER, _FIRST, _COUNT, _SPANS = range(22, 33)
-STATE_SIZE = 33
+_QUERY, _KEY, _VALUE, _QUERY_ROW, _KEY_ROW, _VALUE_ROW, _OUT, _LAYER, _FIRST, _COUNT, _SPANS = range(25, 36)
+STATE_SIZE = 36
 
 
 def _scores(tile: int) -> Any:
@@ -337,7 +340,7 @@ def _inputs(state: Int64Array, context: int, form: int) -> Any:
         state[_VALUE] = state[_KEY] + heads * dim * 4
         for index in range(3):
             state[_QUERY_ROW + index] = heads * (group + 2) * dim * 4
-    found[1], found[2], found[3] = 1, state[WIDTH], 0 if form == STORED else heads * group * dim
+    found[1], found[2], found[3] = 1, state[TOTAL_WIDTH], 0 if form == STORED else heads * group * dim
     failed = _call_5(state[GET_OUTPUT], context, 0, here + 8, 3, here)
     if failed == 0:
         failed = _call_2(state[GET_DATA], found[0], here)
@@ -346,12 +349,10 @@ def _inputs(state: Int64Array, context: int, form: int) -> Any:
 
 
 @jit
-def _compute(state: Int64Array, context: int, form: int) -> Any:
-    """The operator. Returns the runtime's complaint, or 0."""
+def _segment(state: Int64Array, context: int, form: int) -> Any:
+    """One text's tokens. Returns the runtime's complaint, or 0."""
     here, width = state.ctypes.data, state[WIDTH]
-    failed = _inputs(state, context, form)
-    if failed != 0:
-        return failed
+    failed = 0
     if width > SERIAL:
         failed = _call_5(state[PARALLEL_FOR], context, state[PREPARE], width, 0, here)
     else:
@@ -372,6 +373,23 @@ def _compute(state: Int64Array, context: int, form: int) -> Any:
         else:
             for token in range(count):
                 _combine(state, token)
+    return failed
+
+
+@jit
+def _compute(state: Int64Array, context: int, form: int) -> Any:
+    """The operator. Returns the runtime's complaint, or 0."""
+    failed = _inputs(state, context, form)
+    segments = carray(pointer(state[SEGMENTS]), (state[SEGMENT_COUNT], 5), np.int64)
+    for index in range(state[SEGMENT_COUNT]):
+        if failed != 0:
+            return failed
+        for field in range(5):
+            state[STORE + field] = segments[index, field]
+        failed = _segment(state, context, form)
+        for field in range(3):
+            state[_QUERY + field] += state[WIDTH] * state[_QUERY_ROW + field] if state[_QUERY + field] != 0 else 0
+        state[_OUT] += state[WIDTH] * state[KV_HEADS] * state[GROUP] * state[HEAD_DIM] * 4
     return failed
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hvd.models.attention_kernel import (
-    CAPACITY,
     CAPACITY_STEP,
     COS,
     GET_DATA,
@@ -17,14 +18,13 @@ from hvd.models.attention_kernel import (
     MASK,
     MASKED_FROM,
     PARALLEL_FOR,
-    POSITION,
     POSITION_STEP,
     SCALE,
+    SEGMENT_COUNT,
+    SEGMENTS,
     SIN,
-    START,
     STATE_SIZE,
-    STORE,
-    WIDTH,
+    TOTAL_WIDTH,
     WORKSPACE,
     compute,
     functions,
@@ -113,6 +113,7 @@ class Attention:
         self._rope = rope
         self._workspace = np.empty(0, np.float32)
         self._mask: BoolArray | None = None
+        self._segments = np.empty((0, 5), np.int64)
         self._state = state = np.zeros(STATE_SIZE, np.int64)
         state[[KV_HEADS, GROUP, HEAD_DIM]] = self._shape
         state[SCALE] = np.float64(scale).view(np.int64)
@@ -153,13 +154,21 @@ class Attention:
         mask             bool [width, start + width - masked_from], C-contiguous: which slots from masked_from on each
                          token sees; None = those up to its own
         """
+        self.begin_together([(store, start, width)])
+        if position is not None:
+            self._segments[0, 4] = position
+        self._state[POSITION_STEP], self._state[MASKED_FROM] = step, masked_from
+        self._state[MASK], self._mask = (0 if mask is None else mask.ctypes.data), mask
+
+    def begin_together(self, texts: Sequence[tuple[BlockedStore, int, int]]) -> None:
+        """The next pass computes tokens of several texts behind each other: (store, first slot, tokens) of each."""
         state = self._state
-        state[STORE], state[CAPACITY] = store.array.ctypes.data, store.array.shape[2]
-        state[START], state[WIDTH] = start, width
-        state[POSITION], state[POSITION_STEP] = start if position is None else position, step
-        state[MASK], state[MASKED_FROM] = 0 if mask is None else mask.ctypes.data, masked_from
-        self._mask = mask
-        size = workspace_size(*self._shape, width, start + width)
+        rows = [(store.array.ctypes.data, store.array.shape[2], start, n, start) for store, start, n in texts]
+        self._segments = np.array(rows, np.int64)
+        state[SEGMENTS], state[SEGMENT_COUNT] = self._segments.ctypes.data, len(rows)
+        state[TOTAL_WIDTH] = sum(width for *_, width in texts)
+        state[POSITION_STEP], state[MASK] = 1, 0
+        size = max(workspace_size(*self._shape, width, start + width) for _, start, width in texts)
         if size > len(self._workspace):
             self._workspace = np.empty(2 * size, np.float32)
         state[WORKSPACE] = self._workspace.ctypes.data

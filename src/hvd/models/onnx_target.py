@@ -16,7 +16,8 @@ branch. On this backend chains are the better draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,8 +38,30 @@ MAX_WIDTH = 256
 """Wider spans are computed in pieces: they gain nothing, and activations would take ever more memory."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """Tokens of one text that a pass computes, from slot `start` on. logits [m, V]: room for those of the last m."""
+
+    cache: OnnxKVCache
+    start: int
+    tokens: Int32Array
+    logits: Float32Array
+    hidden: Float32Array | None
+
+
+def _pieces(cache: OnnxKVCache, start: int, tokens: Int32Array, every: bool, output: SpanOutput) -> Iterator[_Piece]:
+    """Cut a chain into pieces of MAX_WIDTH. Logits of every token, or of the last one if there is room for one."""
+    for first in range(0, len(tokens), MAX_WIDTH):
+        part = slice(first, first + MAX_WIDTH)
+        last = first + MAX_WIDTH >= len(tokens)
+        logits = output.logits[part] if every else output.logits if last else output.logits[:0]
+        hidden = None if output.hidden is None else output.hidden[part]
+        yield _Piece(cache, start + first, tokens[part], logits, hidden)
+
+
 class OnnxTarget(Target):
-    """A converted model in ONNX Runtime. Spans of several requests are computed one after the other."""
+    """A converted model in ONNX Runtime. Chains of several requests share a pass, and with it the reading of the
+    weights."""
 
     def __init__(
         self, converted: Converted, *, aux_layers: Sequence[int] | None = None, threads: int | None = None
@@ -67,7 +90,6 @@ class OnnxTarget(Target):
             backend="onnx",
             weights=converted.weights,
             min_width=1 if PACKED and converted.weights != "fp32" else 2,
-            shared_passes=False,
         )
         dim, rope = wide(config.head_dim), np.load(converted.directory / ROPE_FILE, mmap_mode="r")
         self._attention = Attention(config.num_heads, config.num_kv_heads, dim, config.head_dim**-0.5, rope)
@@ -91,11 +113,19 @@ class OnnxTarget(Target):
         for span, cache in zip(spans, caches, strict=True):
             cache.reserve(len(span.tokens))
         outputs = self._reserve_outputs(spans)
+        together: list[_Piece] = []
         for span, cache, output in zip(spans, caches, outputs, strict=True):
             if span.parents is None:
-                self._chain(cache, cache.length, span.tokens, span.rows == "all", output)
+                for piece in _pieces(cache, cache.length, span.tokens, span.rows == "all", output):
+                    if sum(len(each.tokens) for each in (*together, piece)) > MAX_WIDTH:
+                        self._pass(together)
+                        together = []
+                    together.append(piece)
             else:
+                self._pass(together)
+                together = []
                 self._tree(cache, span.tokens, span.parents, span.rows, output)
+        self._pass(together)
         for span, cache in zip(spans, caches, strict=True):
             cache.pending = len(span.tokens)
         return outputs
@@ -121,56 +151,52 @@ class OnnxTarget(Target):
             start += count
         return outputs
 
-    def _chain(self, cache: OnnxKVCache, start: int, tokens: Int32Array, every: bool, output: SpanOutput) -> None:
-        """Compute tokens that stand behind each other at positions start, start + 1, .., in pieces of MAX_WIDTH.
-
-        Writes output.logits (of every token, or of the last one if there is room for one, or none) and output.hidden.
-        """
-        logits = output.logits
-        for first in range(0, len(tokens), MAX_WIDTH):
-            piece = tokens[first : first + MAX_WIDTH]
-            hidden = None if output.hidden is None else output.hidden[first : first + MAX_WIDTH]
-            if every:
-                rows = self._positions[: self._padded(len(piece))]
-            elif len(logits) and first + len(piece) == len(tokens):
-                rows = np.full(self._padded(1), len(piece) - 1, np.int64)
-            else:
-                rows = self._positions[:0]
-            self._pass(cache, start + first, piece, rows, logits[first:] if every else logits, hidden)
-
-    def _pass(
-        self,
-        cache: OnnxKVCache,
-        start: int,
-        tokens: Int32Array,
-        rows: Int64Array,
-        logits: Float32Array,
-        hidden: Float32Array | None,
-    ) -> None:
-        """One run of the graph. `logits` is where the first of `rows` goes; the others follow it in memory."""
-        width = self._padded(len(tokens))
-        self._ids[0, : len(tokens)] = tokens
-        self._ids[0, len(tokens) : width] = 0
-        self._attention.begin(cache.store, start, width)
-        binding = self._bindings["tokens" if hidden is None else "states"]
+    def _pass(self, pieces: Sequence[_Piece]) -> None:
+        """One run of the graph. Logits of all pieces lie behind each other in memory, as their outputs do."""
+        if not pieces:
+            return
+        count = sum(len(piece.tokens) for piece in pieces)
+        width = self._padded(count)
+        self._ids[0, :count] = (
+            np.concatenate([piece.tokens for piece in pieces]) if len(pieces) > 1 else pieces[0].tokens
+        )
+        self._ids[0, count:width] = 0
+        self._attention.begin_together(
+            [(piece.cache.store, piece.start, len(piece.tokens) + width - count) for piece in pieces]
+        )
+        wanted, first, logits, states = [], 0, self._logits[:0], False
+        for piece in pieces:
+            if len(piece.logits):
+                wanted.append(self._positions[first + len(piece.tokens) - len(piece.logits) :][: len(piece.logits)])
+                logits = logits if len(wanted) > 1 else piece.logits
+            first, states = first + len(piece.tokens), states or piece.hidden is not None
+        rows = np.concatenate(wanted) if len(wanted) > 1 else wanted[0] if wanted else self._positions[:0]
+        if len(rows) == 1:
+            rows = np.resize(rows, self._padded(1))
+        binding = self._bindings["states" if states else "tokens"]
         binding.input("input_ids", self._ids, (1, width))
         binding.input("rows", rows)
         binding.output("logits", logits, (1, len(rows), self.spec.vocab_size))
-        if hidden is None:
-            binding.run()
+        if states:
+            self._run_with_states(binding, width, pieces)
         else:
-            self._run_with_states(binding, width, hidden)
+            binding.run()
 
-    def _run_with_states(self, binding: Binding, width: int, hidden: Float32Array) -> None:
-        """Run, and collect the states entering `aux_layers` into hidden [n, A*H]."""
+    def _run_with_states(self, binding: Binding, width: int, pieces: Sequence[_Piece]) -> None:
+        """Run, and collect the states entering `aux_layers` into each piece's hidden [n, A*H]."""
         size = self.spec.hidden_size
         if width * size > self._entering.shape[1]:
             self._entering = np.empty((len(self.spec.aux_layers), width * size), np.float32)
         for layer, state in zip(self.spec.aux_layers, self._entering, strict=True):
             binding.output(f"entering.{layer}", state, (1, width, size))
         binding.run()
-        for index, state in enumerate(self._entering):
-            hidden[:, index * size : (index + 1) * size] = state[: len(hidden) * size].reshape(-1, size)
+        states, first = self._entering[:, : width * size].reshape(len(self._entering), width, size), 0
+        for piece in pieces:
+            last = first + len(piece.tokens)
+            if piece.hidden is not None:
+                for index, state in enumerate(states):
+                    piece.hidden[:, index * size : (index + 1) * size] = state[first:last]
+            first = last
 
     def _padded(self, rows: int) -> int:
         return max(rows, self.spec.min_width)
@@ -183,7 +209,8 @@ class OnnxTarget(Target):
         for chain in chains(parents):
             start, end = int(depth[chain[0]]), int(depth[chain[-1]]) + 1
             result = self._scratch(len(chain), output.hidden is not None)
-            self._chain(cache, cache.length + start, tokens[chain], True, result)
+            for piece in _pieces(cache, cache.length + start, tokens[chain], True, result):
+                self._pass([piece])
             nodes[:, :, chain] = cache.store.read(np.arange(cache.length + start, cache.length + end))
             if rows == "all":
                 output.logits[chain] = result.logits

@@ -32,8 +32,8 @@ class TargetSpec:
     backend         "onnx" or "torch"
     weights         number format of the weights in use: "int4", "int8", "fp32", "float64", "bf16", ...
     min_width       narrowest pass the backend really computes; a narrower span costs as much (onnx: 1 or 2)
-    shared_passes   True when requests of one pass share the reading of the weights (torch), False when the backend
-                    runs them one after the other (onnx)
+    shared_passes   True when requests of one pass share the reading of the weights, False when the backend runs them
+                    one after the other
     """
 
     name: str

@@ -27,7 +27,7 @@ FULL_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 FULL_CONTEXTS = (32, 512, 2048, 4096)
 FULL_REPEATS = 7
 EAGLE3_LENGTHS = (1, 2, 4, 8)
-KERNELS = 2
+KERNELS = 3
 """Raised when passes come to cost something else, so that no older measurement is taken for one of today."""
 BACKLOG = 128
 
