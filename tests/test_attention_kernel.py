@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvd.models.attention_kernel import APART, CAPACITY_STEP, CHUNK, SERIAL, SPAN, TOGETHER
-from hvd.models.onnx_api import DOMAIN
-from hvd.models.onnx_attention import OPERATOR, Attention, OnnxKVCache
-from hvd.models.onnx_graph import GraphBuilder
-from hvd.models.onnx_session import open_session
+from hvd.models.onnx.api import DOMAIN
+from hvd.models.onnx.attention import OPERATOR, Attention, OnnxKVCache
+from hvd.models.onnx.attention_kernel import APART, CAPACITY_STEP, CHUNK, SERIAL, SPAN, TOGETHER
+from hvd.models.onnx.graph import GraphBuilder
+from hvd.models.onnx.session import open_session
 from hvd.types import Float32Array, Float64Array
 
 LIMIT = 1200

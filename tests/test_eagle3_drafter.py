@@ -14,7 +14,7 @@ from hvd.drafters import eagle3
 from hvd.drafters.eagle3 import Eagle3Drafter, load_eagle3_drafter
 from hvd.models.eagle3 import Eagle3Head, NumpyHead
 from hvd.models.eagle3_checkpoint import load_eagle3
-from hvd.models.eagle3_onnx import load_head
+from hvd.models.onnx.eagle3 import load_head
 from hvd.types import ROOT, Arm, Draft
 from reference_head import ReferenceHead
 from tiny_head import TARGET, head_config, head_tensors, target_tensor, target_with, write_head

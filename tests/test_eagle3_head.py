@@ -12,8 +12,8 @@ import torch
 
 from hvd.models.eagle3 import Eagle3Head, HeadOutput, NumpyHead, attention_bias
 from hvd.models.eagle3_checkpoint import HeadWeights, load_eagle3
-from hvd.models.eagle3_onnx import OnnxHead
-from hvd.models.eagle3_onnx import write_head as write_converted
+from hvd.models.onnx.eagle3 import OnnxHead
+from hvd.models.onnx.eagle3 import write_head as write_converted
 from hvd.models.target import TargetSpec
 from reference_head import ReferenceHead
 from tiny_head import LAYOUTS, TARGET, head_config, head_tensors, target_tensor, target_with, write_head

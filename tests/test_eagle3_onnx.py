@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from hvd.errors import CheckpointError, ConfigError
-from hvd.models import eagle3_onnx
 from hvd.models.eagle3 import Eagle3Head, NumpyHead
 from hvd.models.eagle3_checkpoint import load_eagle3
-from hvd.models.eagle3_onnx import OnnxHead, OnnxHeadCache, load_head
+from hvd.models.onnx import eagle3 as eagle3_onnx
+from hvd.models.onnx.eagle3 import OnnxHead, OnnxHeadCache, load_head
 from tiny_head import TARGET, make_head, target_tensor, target_with
 
 
@@ -143,7 +143,7 @@ def test_pairs_that_are_only_eaten_leave_what_a_pass_leaves(
 ) -> None:
     """Bit for bit: which way a pair came into the cache must not show in any later draft."""
     if threads > 1:
-        monkeypatch.setattr("hvd.models.eagle3_onnx.ONE_THREAD_BYTES", 0)
+        monkeypatch.setattr("hvd.models.onnx.eagle3.ONE_THREAD_BYTES", 0)
     folder = make_head(tmp_path / "wide", hidden=64, target_hidden=16, embedding=True)
     head = load_head(folder, TARGET, forbidden, weights=weights, threads=threads)
     rng = np.random.default_rng(count)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd.models import linear_kernel, vector_code
-from hvd.models.linear_kernel import BLOCK, LANES, gated_matrix, multiply, packed_matrix, record_size
-from hvd.models.onnx_weights import quantize
+from hvd.models.onnx import linear_kernel, vector_code
+from hvd.models.onnx.linear_kernel import BLOCK, LANES, gated_matrix, multiply, packed_matrix, record_size
+from hvd.models.onnx.weights import quantize
 from hvd.types import Float32Array
 
 pytestmark = pytest.mark.skipif(not vector_code.INTEGER_DOT, reason="the processor has no VNNI")

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from hvd.models.loader import load_target
-from hvd.models.onnx_attention import OnnxKVCache
-from hvd.models.onnx_target import OnnxTarget
+from hvd.models.onnx.attention import OnnxKVCache
+from hvd.models.onnx.target import OnnxTarget
 from hvd.models.target import Span, SpanOutput
 from hvd.types import ROOT, Float32Array, Int32Array
 from tiny import ARCHITECTURES

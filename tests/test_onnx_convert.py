@@ -19,12 +19,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hvd.errors import CheckpointError, ConfigError, UnsupportedModelError
-from hvd.models import onnx_convert
 from hvd.models.checkpoint import Checkpoint, QuantizedTensor, load_checkpoint
 from hvd.models.loader import load_target
-from hvd.models.onnx_cache import CONFIG_FILE, WEIGHTS_FILE, cache_root, directory_of, find
-from hvd.models.onnx_convert import convert
-from hvd.models.onnx_weights import BLOCK, BlockWeight, carry_over, pack, quantize, unpack
+from hvd.models.onnx import convert as onnx_convert
+from hvd.models.onnx.cache import CONFIG_FILE, WEIGHTS_FILE, cache_root, directory_of, find
+from hvd.models.onnx.convert import convert
+from hvd.models.onnx.weights import BLOCK, BlockWeight, carry_over, pack, quantize, unpack
 from hvd.models.target import Span
 from hvd.types import Float32Array
 
@@ -199,7 +199,7 @@ def test_an_error_in_the_middle_leaves_nothing(checkpoint: Checkpoint, monkeypat
 SLOW = """
 import sys, time
 from hvd.models.checkpoint import load_checkpoint
-from hvd.models.onnx_convert import convert
+from hvd.models.onnx.convert import convert
 def wait(what, done, total):
     if done == 3:
         print("middle", flush=True)
@@ -290,7 +290,7 @@ def test_blocks_that_carry_over_must_be_finite(checkpoint: Checkpoint, monkeypat
 
 
 def test_a_graph_that_can_not_be_read_is_named(checkpoint: Checkpoint) -> None:
-    from hvd.models.onnx_target import OnnxTarget
+    from hvd.models.onnx.target import OnnxTarget
 
     converted = convert(checkpoint, "fp32")
     graph = converted.directory / "model.onnx"

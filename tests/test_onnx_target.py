@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from hvd.errors import ConfigError, MissingExtraError
 from hvd.models.loader import load_target
-from hvd.models.onnx_linear import PACKED
-from hvd.models.onnx_target import MAX_WIDTH, OnnxTarget, chains
+from hvd.models.onnx.linear import PACKED
+from hvd.models.onnx.target import MAX_WIDTH, OnnxTarget, chains
 from hvd.models.target import Span
 from hvd.models.torch_target import TorchTarget
 from hvd.types import Int32Array

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from hvd.config import Eagle3Config
 from hvd.drafters.base import Drafter
 from hvd.models.eagle3 import SCRATCH, Eagle3Head, HeadCache, HeadOutput
-from hvd.models.eagle3_onnx import load_head
+from hvd.models.onnx.eagle3 import load_head
 from hvd.models.target import TargetSpec
 from hvd.types import ROOT, Arm, Draft, Float32Array, Int32Array, Int64Array
 
@@ -310,6 +310,6 @@ def load_eagle3_drafter(
     threads: int | None = None,
     any_target: bool = False,
 ) -> Eagle3Drafter:
-    """Load a head and make a drafter of it. Parameters and errors as `hvd.models.eagle3_onnx.load_head`."""
+    """Load a head and make a drafter of it. Parameters and errors as `hvd.models.onnx.eagle3.load_head`."""
     head = load_head(source, target, target_tensor, weights=config.weights, threads=threads, any_target=any_target)
     return Eagle3Drafter(head, config, target.aux_layers)

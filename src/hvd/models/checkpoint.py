@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from hvd.errors import CheckpointError, ModelError
 from hvd.models.config import ModelConfig
-from hvd.models.onnx_cache import cache_root
+from hvd.models.onnx.cache import cache_root
 from hvd.tokenizer import Tokenizer
 from hvd.types import Float32Array
 

@@ -9,7 +9,7 @@ itself its own output.
     h = g + attention(x);  out = h + mlp(post_attention_layernorm(h))
     logits = lm_head(norm(out));  the next g is out (norm(out) with norm_output)
 
-`NumpyHead` is the plain reading of these lines; `OnnxHead` (eagle3_onnx.py) computes the same faster.
+`NumpyHead` is the plain reading of these lines; `OnnxHead` (onnx/eagle3.py) computes the same faster.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvd.errors import ConfigError, MissingExtraError
 from hvd.models.checkpoint import Checkpoint, load_checkpoint
-from hvd.models.onnx_cache import FORMATS, Converted, find
+from hvd.models.onnx.cache import FORMATS, Converted, find
 from hvd.models.target import Target
 from hvd.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ def load_target(
     if backend == "torch" or device != "cpu":
         return _torch(checkpoint, weights, aux_layers, threads, device), checkpoint.tokenizer()
     converted = converted_model(checkpoint, weights, progress)
-    from hvd.models.onnx_target import OnnxTarget
+    from hvd.models.onnx.target import OnnxTarget
 
     target = OnnxTarget(converted, aux_layers=aux_layers, threads=threads)
     # The checkpoint's own: end-of-sequence ids and template may change while the weights, and the conversion, stay.
@@ -60,14 +60,14 @@ def load_target(
 
 
 def converted_model(checkpoint: Checkpoint, weights: str = "auto", progress: Progress | None = None) -> Converted:
-    """The conversion of a checkpoint, made now unless it is there. Raises as `onnx_convert.convert`."""
+    """The conversion of a checkpoint, made now unless it is there. Raises as `onnx.convert.convert`."""
     weights = AUTO_WEIGHTS if weights == "auto" else weights
     if weights not in FORMATS:
         raise ConfigError(f"weights must be 'auto' or one of {', '.join(FORMATS)} on the onnx backend, got {weights!r}")
     known = find(checkpoint.fingerprint, weights)
     if known is not None:
         return known
-    from hvd.models.onnx_convert import convert
+    from hvd.models.onnx.convert import convert
 
     return convert(checkpoint, weights, progress)
 

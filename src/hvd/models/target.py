@@ -1,4 +1,4 @@
-"""The interface of a target model: one forward pass over several requests. Backends: onnx_target, torch_target.
+"""The interface of a target model: one forward pass over several requests. Backends: onnx, torch_target.
 
 A pass takes one `Span` a request. Behind a request's committed positions (already in its KV cache) stand the
 span's n new tokens: a chunk of prompt, or the last committed token with a draft behind it. The pass computes all

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvd.drafters.base import Drafter
 from hvd.errors import ConfigError, PredictorError
-from hvd.models.onnx_cache import cache_root
+from hvd.models.onnx.cache import cache_root
 from hvd.models.target import KVCache, Span, Target
 from hvd.payoff.cost import CostModel, Surface, hardware_fingerprint
 from hvd.types import Float64Array, Int32Array

@@ -20,11 +20,11 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from hvd.models.linear_kernel import gated_matrix, packed_matrix
-from hvd.models.onnx_api import DOMAIN
-from hvd.models.onnx_cache import GRAPH_FILE, WEIGHTS_FILE
-from hvd.models.onnx_linear import EMBEDDING, LINEAR, PACKED
-from hvd.models.onnx_weights import BLOCK, BlockWeight
+from hvd.models.onnx.api import DOMAIN
+from hvd.models.onnx.cache import GRAPH_FILE, WEIGHTS_FILE
+from hvd.models.onnx.linear import EMBEDDING, LINEAR, PACKED
+from hvd.models.onnx.linear_kernel import gated_matrix, packed_matrix
+from hvd.models.onnx.weights import BLOCK, BlockWeight
 from hvd.types import Float32Array
 
 FUSED = "com.microsoft"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd.models import linear_kernel as kernel
-from hvd.models.onnx_api import (
+from hvd.models.onnx import linear_kernel as kernel
+from hvd.models.onnx.api import (
     FLOAT32,
     GET_TENSOR_MUTABLE_DATA,
     GET_TENSOR_SHAPE_ELEMENT_COUNT,
@@ -19,7 +19,7 @@ from hvd.models.onnx_api import (
     Operator,
     api,
 )
-from hvd.models.vector_code import INTEGER_DOT
+from hvd.models.onnx.vector_code import INTEGER_DOT
 from hvd.types import Int64Array
 
 LINEAR, EMBEDDING = "Linear", "Embedding"

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvd.errors import ConfigError
-from hvd.models.onnx_api import Binding
-from hvd.models.onnx_attention import Attention, OnnxKVCache
-from hvd.models.onnx_cache import ROPE_FILE, Converted
-from hvd.models.onnx_heads import wide
-from hvd.models.onnx_linear import PACKED
-from hvd.models.onnx_session import open_session
+from hvd.models.onnx.api import Binding
+from hvd.models.onnx.attention import Attention, OnnxKVCache
+from hvd.models.onnx.cache import ROPE_FILE, Converted
+from hvd.models.onnx.heads import wide
+from hvd.models.onnx.linear import PACKED
+from hvd.models.onnx.session import open_session
 from hvd.models.spans import check_spans, depths
 from hvd.models.target import KVCache, Span, SpanOutput, Target, TargetSpec
 from hvd.types import ROOT, Float32Array, Int32Array, Int64Array

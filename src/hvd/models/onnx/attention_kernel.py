@@ -25,7 +25,7 @@ from llvmlite import ir
 from numba import carray
 
 from hvd.jit import callback, jit
-from hvd.models.vector_code import (
+from hvd.models.onnx.vector_code import (
     BYTES,
     FLOAT,
     I32,

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvd.models.attention_kernel import (
+from hvd.models.kv_cache import GrowingKVCache
+from hvd.models.onnx.api import (
+    FLOAT32,
+    GET_TENSOR_MUTABLE_DATA,
+    KERNEL_CONTEXT_GET_INPUT,
+    KERNEL_CONTEXT_GET_OUTPUT,
+    KERNEL_CONTEXT_PARALLEL_FOR,
+    Operator,
+    api,
+)
+from hvd.models.onnx.attention_kernel import (
     CAPACITY_STEP,
     COS,
     GET_DATA,
@@ -30,17 +40,7 @@ from hvd.models.attention_kernel import (
     functions,
     workspace_size,
 )
-from hvd.models.kv_cache import GrowingKVCache
-from hvd.models.onnx_api import (
-    FLOAT32,
-    GET_TENSOR_MUTABLE_DATA,
-    KERNEL_CONTEXT_GET_INPUT,
-    KERNEL_CONTEXT_GET_OUTPUT,
-    KERNEL_CONTEXT_PARALLEL_FOR,
-    Operator,
-    api,
-)
-from hvd.models.vector_code import LANES
+from hvd.models.onnx.vector_code import LANES
 from hvd.types import BoolArray, Float32Array, Int64Array
 
 OPERATOR = "Attention"

@@ -1,4 +1,4 @@
-"""Opens the graphs that `onnx_graph` wrote."""
+"""Opens the graphs that `graph` wrote."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvd.errors import CheckpointError
-from hvd.models.onnx_api import OnnxRuntimeError, Operator, Session
-from hvd.models.onnx_cache import GRAPH_FILE
-from hvd.models.onnx_linear import linear_operators
+from hvd.models.onnx.api import OnnxRuntimeError, Operator, Session
+from hvd.models.onnx.cache import GRAPH_FILE
+from hvd.models.onnx.linear import linear_operators
 
 
 def open_session(directory: Path, threads: int | None = None, operators: Sequence[Operator] = ()) -> Session:

@@ -1,4 +1,4 @@
-"""The decoder of every family that we decode, laid out with the pieces of `onnx_graph`."""
+"""The decoder of every family that we decode, laid out with the pieces of `graph`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Protocol
 
 import numpy as np
 
-from hvd.models.attention_kernel import APART, TOGETHER
 from hvd.models.config import ModelConfig
-from hvd.models.onnx_api import DOMAIN
-from hvd.models.onnx_attention import OPERATOR
-from hvd.models.onnx_graph import GraphBuilder, Weight
-from hvd.models.onnx_heads import wide, wide_epsilon
-from hvd.models.onnx_linear import PACKED
-from hvd.models.onnx_weights import BlockWeight
+from hvd.models.onnx.api import DOMAIN
+from hvd.models.onnx.attention import OPERATOR
+from hvd.models.onnx.attention_kernel import APART, TOGETHER
+from hvd.models.onnx.graph import GraphBuilder, Weight
+from hvd.models.onnx.heads import wide, wide_epsilon
+from hvd.models.onnx.linear import PACKED
+from hvd.models.onnx.weights import BlockWeight
 from hvd.models.rope import cos_sin
 from hvd.types import Float32Array, Float64Array
 
 PADDING = 1
-"""Positions that a pass may compute behind the last one asked for (see `onnx_target`)."""
+"""Positions that a pass may compute behind the last one asked for (see `target`)."""
 
 
 class WeightSource(Protocol):
@@ -37,7 +37,7 @@ def build_decoder(builder: GraphBuilder, config: ModelConfig, weights: WeightSou
 
     Inputs: input_ids int64 [1, n]; rows int64 [m], the positions whose logits are wanted. Outputs: logits float32
     [1, m, V]; entering.{i} float32 [1, n, H], the state entering layer i. Attention knows the cache and the positions
-    by itself (`onnx_attention`).
+    by itself (`attention`).
     """
     builder.input("input_ids", "int64", [1, "n"])
     builder.input("rows", "int64", ["m"])

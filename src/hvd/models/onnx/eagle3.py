@@ -5,7 +5,7 @@ A head is converted once, into `<cache>/eagle3/<digest of its files and its targ
     fuse/  step/  eat/                               the graphs (eagle3_graph.py)
     embedding.npy  target_ids.npy  rope.npy  spec.json    the rest of the head
 
-Committed pairs are eaten in passes of two rows at least, as in onnx_target.py: then a draft depends on the committed
+Committed pairs are eaten in passes of two rows at least, as in target.py: then a draft depends on the committed
 text alone, bit for bit, however that was cut into passes.
 """
 
@@ -28,11 +28,11 @@ from hvd.models.config import RopeConfig
 from hvd.models.eagle3 import FIRST_CAPACITY, Eagle3Head, HeadCache, HeadOutput, NumpyHead
 from hvd.models.eagle3_checkpoint import HeadWeights, find_eagle3, load_eagle3
 from hvd.models.eagle3_tensors import HeadSpec
-from hvd.models.onnx_api import Binding
-from hvd.models.onnx_attention import Attention, BlockedStore
-from hvd.models.onnx_cache import FORMATS, ROPE_FILE, WEIGHTS_FILE, cache_root
-from hvd.models.onnx_linear import PACKED
-from hvd.models.onnx_session import open_session
+from hvd.models.onnx.api import Binding
+from hvd.models.onnx.attention import Attention, BlockedStore
+from hvd.models.onnx.cache import FORMATS, ROPE_FILE, WEIGHTS_FILE, cache_root
+from hvd.models.onnx.linear import PACKED
+from hvd.models.onnx.session import open_session
 from hvd.models.target import TargetSpec
 from hvd.types import BoolArray, Float32Array, Int32Array
 
@@ -188,7 +188,10 @@ def load_head(
 
 def write_head(directory: Path, head: HeadWeights, weights: str) -> None:
     """Write the files of a converted head into a new directory."""
-    from hvd.models.eagle3_graph import rope_table, write_graphs  # needs onnx and Numba, which decoding can do without
+    from hvd.models.onnx.eagle3_graph import (  # needs onnx and Numba, which decoding can do without
+        rope_table,
+        write_graphs,
+    )
 
     write_graphs(directory, head, weights)
     np.save(directory / "embedding.npy", head.embedding)

@@ -27,8 +27,7 @@ from numba import carray
 from numpy.typing import NDArray
 
 from hvd.jit import callback, jit
-from hvd.models.onnx_weights import BLOCK, BlockWeight, unpack
-from hvd.models.vector_code import (
+from hvd.models.onnx.vector_code import (
     BYTE_LANES,
     BYTES,
     FLOAT,
@@ -44,6 +43,7 @@ from hvd.models.vector_code import (
     room,
     vector_function,
 )
+from hvd.models.onnx.weights import BLOCK, BlockWeight, unpack
 from hvd.types import Float32Array, Int64Array
 
 QUADS = BLOCK // 4

@@ -1,7 +1,7 @@
 """Where converted models live, and which of them may be used.
 
     <cache>/onnx/<fingerprint>-<weights>-<format>/
-        model.onnx  weights.bin      graph and weights (`onnx_graph`)
+        model.onnx  weights.bin      graph and weights (`graph`)
         rope.npy                     cosines and sines of all positions
         config.json                  shape of the model, what was done to its weights, sizes of the other files
 
@@ -59,7 +59,7 @@ def cache_root() -> Path:
 
 def directory_of(fingerprint: str, weights: str) -> Path:
     """Where a conversion of the checkpoint with this fingerprint lives."""
-    from hvd.models.onnx_linear import PACKED  # Numba: half a second that a look at the cache's root does without
+    from hvd.models.onnx.linear import PACKED  # Numba: half a second that a look at the cache's root does without
 
     return cache_root() / "onnx" / f"{fingerprint}-{weights}-{FORMAT}{'' if PACKED else 'r'}"
 

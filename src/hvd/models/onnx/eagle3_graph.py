@@ -1,4 +1,4 @@
-"""The graphs of an EAGLE3 head, laid out with the pieces of `onnx_graph`."""
+"""The graphs of an EAGLE3 head, laid out with the pieces of `graph`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd.models.attention_kernel import APART, STORED
 from hvd.models.eagle3 import SCRATCH
 from hvd.models.eagle3_checkpoint import HeadWeights
 from hvd.models.eagle3_tensors import HeadSpec
-from hvd.models.onnx_api import DOMAIN
-from hvd.models.onnx_attention import OPERATOR
-from hvd.models.onnx_graph import GraphBuilder, Weight
-from hvd.models.onnx_weights import quantize
+from hvd.models.onnx.api import DOMAIN
+from hvd.models.onnx.attention import OPERATOR
+from hvd.models.onnx.attention_kernel import APART, STORED
+from hvd.models.onnx.graph import GraphBuilder, Weight
+from hvd.models.onnx.weights import quantize
 from hvd.models.rope import cos_sin
 from hvd.types import Float32Array
 

@@ -1,4 +1,4 @@
-"""Turns a checkpoint into an ONNX graph with packed weights, once, in the cache of `onnx_cache`.
+"""Turns a checkpoint into an ONNX graph with packed weights, once, in the cache of `cache`.
 
 What becomes of a checkpoint's weights, by the format asked for ("int4", "int8", "fp32"):
     linear layers   blocks of 32 in that format. GGUF's Q4_0 (int4) and Q8_0 (int8) carry over bit for bit; everything
@@ -20,11 +20,11 @@ import numpy as np
 
 from hvd.errors import CheckpointError, ConfigError, UnsupportedModelError
 from hvd.models.checkpoint import Checkpoint
-from hvd.models.onnx_cache import FORMATS, ROPE_FILE, Converted, describe, directory_of, find, publish, sweep
-from hvd.models.onnx_decoder import build_decoder, rope_table
-from hvd.models.onnx_graph import GraphBuilder, Weight
-from hvd.models.onnx_heads import wide, widen
-from hvd.models.onnx_weights import BLOCK, carry_over, quantize
+from hvd.models.onnx.cache import FORMATS, ROPE_FILE, Converted, describe, directory_of, find, publish, sweep
+from hvd.models.onnx.decoder import build_decoder, rope_table
+from hvd.models.onnx.graph import GraphBuilder, Weight
+from hvd.models.onnx.heads import wide, widen
+from hvd.models.onnx.weights import BLOCK, carry_over, quantize
 from hvd.types import Float32Array
 
 Progress = Callable[[str, int, int], None]
