@@ -3,7 +3,7 @@
     python benchmarks/engine.py [--model FILE] [--weights int4,int8] [--threads N] [--repeats 10] [--json FILE]
 
 All engines take turns on the same text, a few passes each, so a busy machine treats them alike. Every pass returns the
-logits of all its positions, and is rolled back. Width 1 is plain decoding (our backend computes 2). transformers and
+logits of all its positions, and is rolled back. Width 1 is plain decoding. transformers and
 llama.cpp (llama-cpp-python) are left out when they are not installed; both read GGUF files, transformers in float32.
 Prints a table (milliseconds: minimum, median, quarter spread) and one JSON line.
 """
@@ -31,6 +31,7 @@ from hvd.types import Int32Array
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (512, 4096)
+PAUSE = 0.1
 TIMED = 3
 """Passes of a turn that count."""
 DEFAULT_MODEL = Path("~/.cache/hvd/models/SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -166,8 +167,10 @@ def measure(engines: list[Contender], text: Int32Array, repeats: int) -> list[di
 
 
 def turn(engine: Contender, tokens: Int32Array) -> list[float]:
-    """Milliseconds of a few passes. The first does not count: the others' threads still spin, and caches are cold."""
+    """Milliseconds of a few passes, once the others' threads have stopped to spin. The first does not count: caches are
+    cold."""
     taken = []
+    time.sleep(PAUSE)
     for _ in range(1 + TIMED):
         start = time.perf_counter()
         engine.run(tokens)

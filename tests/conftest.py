@@ -38,6 +38,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return get
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_kernels() -> None:
+    """Compiled before the first test: after an install that is announced, where tests look at what is said."""
+    from hvd.models.onnx import attention_kernel, linear_kernel
+    from hvd.models.onnx.linear import PACKED
+
+    _ = attention_kernel.compute.address, attention_kernel.functions()
+    if PACKED:
+        _ = linear_kernel.compute.address, linear_kernel.embed.address
+
+
 @pytest.fixture(scope="session", params=sorted(ARCHITECTURES))
 def tiny_family(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Path:
     """A tiny model of each family in turn, with default options."""

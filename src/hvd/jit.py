@@ -7,6 +7,7 @@ gets.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -23,16 +24,28 @@ def jit(function: _Function) -> _Function:
         return cast(_Function, numba.njit(error_model="numpy")(function))
 
 
-def callback(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function for callers in C, or load what an earlier process compiled; they call its `address`."""
+class Callback:
+    """A function for callers in C. It is compiled when its address is first asked for, or loaded."""
 
-    def decorate(function: Callable[..., Any]) -> Any:
+    def __init__(self, function: Callable[..., Any], signature: str) -> None:
+        self._function, self._signature = function, signature
+
+    @cached_property
+    def _compiled(self) -> Any:
         try:
-            return numba.cfunc(signature, cache=True, error_model="numpy")(function)
-        except RuntimeError:
-            return numba.cfunc(signature, error_model="numpy")(function)
+            return numba.cfunc(self._signature, cache=True, error_model="numpy")(self._function)
+        except RuntimeError:  # as above
+            return numba.cfunc(self._signature, error_model="numpy")(self._function)
 
-    return decorate
+    @property
+    def address(self) -> int:
+        """What C calls."""
+        return int(self._compiled.address)
+
+
+def callback(signature: str) -> Callable[[Callable[..., Any]], Callback]:
+    """Make a function of numbers and void pointers one for callers in C."""
+    return lambda function: Callback(function, signature)
 
 
 def compiled(kernel: Callable[..., Any]) -> bool:

@@ -62,12 +62,16 @@ _MEASURING = "measuring what the model's passes cost here, once; later starts fi
 
 
 def _announced(progress: Progress) -> Progress:
-    """The same progress; where no bar can be seen, one line says what takes so long."""
+    """The same progress; where no bar can be seen, a line says what takes so long."""
+    from hvd.models.loader import COMPILING
+
     silent = not sys.stderr.isatty()
 
     def call(what: str, done: int, total: int) -> None:
         nonlocal silent
-        if silent:
+        if what == COMPILING and not sys.stderr.isatty():
+            note(what)
+        elif silent:
             note(_MEASURING if what == "profile" else _CONVERTING)
             silent = False
         progress(what, done, total)

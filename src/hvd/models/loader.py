@@ -13,6 +13,8 @@ from hvd.tokenizer import Tokenizer
 
 Progress = Callable[[str, int, int], None]
 
+COMPILING = "compiling kernels, once after an install (6 s)"
+"""Told as progress."""
 AUTO_WEIGHTS = "int8"
 """Perplexity of SmolLM2 on 16k tokens of real text: fp32 11.19, int8 11.22, int4 about 13 (the file's own 4 bits,
 rounded a second time). int4 saves a quarter of the time of narrow passes, and none from 16 tokens on.
@@ -37,7 +39,7 @@ def load_target(
     aux_layers   layers whose entering states a pass can return; None = those that EAGLE3 heads take
     threads      None = all cores
     device       "cpu", "cuda", "cuda:1"; "auto" = a GPU if backend is "torch" and there is one, else the CPU
-    progress     called with (what, done, total) while a model is converted for the first time
+    progress     called with (what, done, total) while a model is converted for the first time, and kernels compiled
 
     Raises ConfigError for a parameter out of range, MissingExtraError when torch is asked for and not there, and what
     `load_checkpoint` and the conversion raise.
@@ -52,8 +54,10 @@ def load_target(
     if backend == "torch" or device != "cpu":
         return _torch(checkpoint, weights, aux_layers, threads, device), checkpoint.tokenizer()
     converted = converted_model(checkpoint, weights, progress)
-    from hvd.models.onnx.target import OnnxTarget
+    from hvd.models.onnx.target import OnnxTarget, kernels_are_compiled
 
+    if progress is not None and not kernels_are_compiled():
+        progress(COMPILING, 0, 1)
     target = OnnxTarget(converted, aux_layers=aux_layers, threads=threads)
     # The checkpoint's own: end-of-sequence ids and template may change while the weights, and the conversion, stay.
     return target, checkpoint.tokenizer()

@@ -27,7 +27,7 @@ from platformdirs import user_cache_path
 
 from hvd.models.config import ModelConfig, RopeConfig
 
-FORMAT = 4
+FORMAT = 5
 GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"
 ROPE_FILE = "rope.npy"

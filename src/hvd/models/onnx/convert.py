@@ -1,9 +1,10 @@
 """Turns a checkpoint into an ONNX graph with packed weights, once, in the cache of `cache`.
 
 What becomes of a checkpoint's weights, by the format asked for ("int4", "int8", "fp32"):
-    linear layers   blocks of 32 in that format. GGUF's Q4_0 (int4) and Q8_0 (int8) carry over bit for bit; everything
-                    else is dequantized and rounded anew, which makes the converted model a slightly different one from
-                    the checkpoint. That model is the target: decoding it is lossless.
+    linear layers   blocks of 32 in that format. GGUF's Q4_0 and Q4_1 (int4) and Q8_0 (int8) carry over bit for bit,
+                    Q4_K (int4) with scales in half precision; everything else is dequantized and rounded anew, which
+                    makes the converted model a slightly different one from the checkpoint. That model is the target:
+                    decoding it is lossless. In int4, matrices that a file of 4-bit blocks has in more bits become int8
     embedding and   int8 in int4 models too: the output matrix decides between near ties (perplexity of SmolLM2: 14.9
     output matrix   with 4 bits there, 13.4 with 8), and where the two are tied they share their bytes
     norms, biases   float32
@@ -24,6 +25,7 @@ from hvd.models.onnx.cache import FORMATS, ROPE_FILE, Converted, describe, direc
 from hvd.models.onnx.decoder import build_decoder, rope_table
 from hvd.models.onnx.graph import GraphBuilder, Weight
 from hvd.models.onnx.heads import wide, widen
+from hvd.models.onnx.linear import PACKED
 from hvd.models.onnx.weights import BLOCK, carry_over, quantize
 from hvd.types import Float32Array
 
@@ -85,6 +87,8 @@ class Weights:
         self.checkpoint = checkpoint
         self.weights = weights
         self.fates: dict[str, int] = {}
+        some = checkpoint.quantized("model.layers.0.mlp.gate_proj.weight")
+        self._mostly_four = PACKED and some is not None and some.kind.startswith("Q4")
 
     def plain(self, name: str) -> Float32Array:
         """See `WeightSource`."""
@@ -101,7 +105,10 @@ class Weights:
         raw = self.checkpoint.quantized(name)
         if raw is not None:
             same = carry_over(raw.data, raw.kind, *raw.shape)
-            if same is not None and same.bits == bits and not self._widened(name):
+            usable = same is not None and not self._widened(name) and (same.minus is None or PACKED)
+            if bits == 4 and self._mostly_four and not raw.kind.startswith("Q4"):
+                bits = 8
+            if same is not None and usable and same.bits == bits:
                 self._check(name, same.scales)
                 return self._count(f"{raw.kind} carried over", same)
         kind = raw.kind if raw is not None else "floats"

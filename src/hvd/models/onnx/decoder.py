@@ -95,7 +95,8 @@ def _layer(
 
 def _gated(builder: GraphBuilder, config: ModelConfig, weights: WeightSource, name: str, x: str) -> str:
     gate, up = weights.matrix(f"{name}.gate_proj.weight"), weights.matrix(f"{name}.up_proj.weight")
-    if PACKED and isinstance(gate, BlockWeight) and isinstance(up, BlockWeight) and not config.mlp_bias:
+    together = PACKED and not config.mlp_bias
+    if together and isinstance(gate, BlockWeight) and isinstance(up, BlockWeight) and gate.bits == up.bits:
         return builder.gated_linear(x, name, gate, up)
     gate_out = builder.linear(x, f"{name}.gate_proj", gate, _bias(weights, f"{name}.gate_proj", config.mlp_bias))
     up_out = builder.linear(x, f"{name}.up_proj", up, _bias(weights, f"{name}.up_proj", config.mlp_bias))
@@ -107,7 +108,7 @@ def _attention(builder: GraphBuilder, config: ModelConfig, weights: WeightSource
     matrices = [weights.matrix(f"{part}.weight") for part in names]
     blocks = [matrix for matrix in matrices if isinstance(matrix, BlockWeight)]
     biases = [weights.plain(f"{part}.bias") for part in names if config.qkv_bias]
-    if PACKED and len(blocks) == 3 and not config.qk_norm:
+    if PACKED and len(blocks) == 3 and len({each.bits for each in blocks}) == 1 and not config.qk_norm:
         operands = [builder.linear_beside(x, names, blocks, biases)]
     else:
         operands = [

@@ -36,7 +36,7 @@ from hvd.models.onnx.session import open_session
 from hvd.models.target import TargetSpec
 from hvd.types import BoolArray, Float32Array, Int32Array
 
-FORMAT = 5
+FORMAT = 6
 HEAD_DIM_STEP = 16
 """The runtime's attention takes heads of a multiple of this."""
 ONE_THREAD_BYTES = 16 * 1024 * 1024

@@ -112,8 +112,7 @@ class GraphBuilder:
         if not isinstance(weight, BlockWeight):
             return self.node("Gather", [self.constant(f"{name}.weight", weight), ids], [out], axis=0)
         if PACKED:
-            sizes = {"columns": weight.columns, "bits": weight.bits}
-            return self.node(EMBEDDING, [ids, self._packed(name, weight)], [out], DOMAIN, **sizes)
+            return self.node(EMBEDDING, [ids, self._packed(name, weight)], [out], DOMAIN, columns=weight.columns)
         shape = (weight.rows, weight.blocks.shape[1] * weight.blocks.shape[2])
         data, scales, zeros = self._blocks(name, weight)
         flat = self._view(data, f"{name}.rows", shape)

@@ -32,7 +32,7 @@ def linear_operators() -> list[Operator]:
 
     Linear      x float32 [.., columns], a packed matrix uint8 [groups, blocks, record], a bias float32 [rows] or none
                 -> [1, n, rows]; bits; gated 1 = the matrix is a `gated_matrix`
-    Embedding   ids int64 [.., n], a packed matrix -> [1, n, columns]; bits
+    Embedding   ids int64 [.., n], a packed matrix of 8 bits -> [1, n, columns]
     """
     return _Kernels().operators if PACKED else []
 
@@ -52,12 +52,13 @@ class _Kernels:
                 kernel.compute.address,
                 optional=1,
             ),
-            Operator(EMBEDDING, (INT64, UINT8), ("columns", "bits"), self._state, kernel.embed.address),
+            Operator(EMBEDDING, (INT64, UINT8), ("columns",), self._state, kernel.embed.address),
         ]
 
     def _linear(self, told: dict[str, int]) -> Int64Array:
         state = self._state(told)
-        state[kernel.ROWS], state[kernel.GATED], state[kernel.BIAS] = told["rows"], told["gated"], told["bias"]
+        state[kernel.ROWS], state[kernel.BITS] = told["rows"], told["bits"]
+        state[kernel.GATED], state[kernel.BIAS] = told["gated"], told["bias"]
         state[kernel.MULTIPLY] = kernel.multiply_address()
         self._states.append(state)
         size = kernel.workspace_size(told["columns"])
@@ -79,5 +80,5 @@ class _Kernels:
             (kernel.PARALLEL_FOR, KERNEL_CONTEXT_PARALLEL_FOR),
         ):
             state[place] = runtime.places[function]
-        state[kernel.COLUMNS], state[kernel.BITS] = told["columns"], told["bits"]
+        state[kernel.COLUMNS] = told["columns"]
         return state

@@ -7,13 +7,14 @@ stands beside it: the bits of its result depend on it alone.
 
 Inputs are rounded to 8 bits, each block of 32 by its largest number (as the runtime does it at accuracy_level 4):
 x = s * a, a in -127..127. With weights w = t * (q - z), q and z unsigned, a block adds s * t * (a . q - z * sum(a)) to
-the result; a . q and the sum are integers, computed without loss (VNNI). Blocks are added in order.
+the result, with w = t * q - m it adds s * (t * (a . q) - m * sum(a)); a . q and the sum are integers, computed without
+loss (VNNI). Blocks are added in order.
 
 A matrix [N, K] is stored in groups of 16 rows, `packed_matrix`: for each group and block one record, of
     the weights    8 x 16 x 4 bytes: of each of the 16 rows four that stand behind each other, eight times (8 bits), or
                    half of that, the first sixteen weights of the block in the low halves, the others in the high ones
-    scales         float32 [16]
-    zero points    uint8 [16]
+    t, z           float32 [16], uint8 [16] (8 bits)
+    t, m           float16 [16], float16 [16] (4 bits)
 so that a processor reads a group from the first byte to the last.
 """
 
@@ -64,27 +65,37 @@ STATE_SIZE = 19
 
 def record_size(bits: int) -> int:
     """Bytes of a record."""
-    return BLOCK * LANES * bits // 8 + 4 * LANES + LANES
+    return BLOCK * LANES * bits // 8 + _facts_size(bits)
+
+
+def _facts_size(bits: int) -> int:
+    return 5 * LANES if bits == 8 else 4 * LANES
+
+
+RECORD_8, RECORD_4 = record_size(8), record_size(4)
 
 
 def packed_matrix(weight: BlockWeight) -> NDArray[np.uint8]:
     """uint8 [groups, blocks, record_size]; rows are filled up to a multiple of 16 with zeros."""
-    rows, blocks = weight.scales.shape
-    missing = -rows % LANES
-    values = np.pad(unpack(weight.blocks, weight.bits), ((0, missing), (0, 0), (0, 0)))
-    scales = np.pad(weight.scales, ((0, missing), (0, 0)))
-    zeros = np.pad(unpack(weight.zeros, weight.bits)[:, :blocks], ((0, missing), (0, 0)))
-    groups = len(values) // LANES
-    quads = values.reshape(groups, LANES, blocks, QUADS, 4).transpose(0, 2, 3, 1, 4).reshape(groups, blocks, -1)
     if weight.bits == 4:
+        weight = weight.in_halves()
+    rows, blocks = weight.scales.shape
+    groups = -(-rows // LANES)
+
+    def grouped(part: NDArray[Any], kind: type) -> NDArray[np.uint8]:
+        filled: NDArray[Any] = np.pad(part.astype(kind), ((0, groups * LANES - rows), (0, 0)))
+        return np.ascontiguousarray(filled.reshape(groups, LANES, blocks).transpose(0, 2, 1)).view(np.uint8)
+
+    values = np.pad(unpack(weight.blocks, weight.bits), ((0, groups * LANES - rows), (0, 0), (0, 0)))
+    quads = values.reshape(groups, LANES, blocks, QUADS, 4).transpose(0, 2, 3, 1, 4).reshape(groups, blocks, -1)
+    if weight.bits == 8:
+        facts = [grouped(weight.scales, np.float32), grouped(weight.zero_points(), np.uint8)]
+    else:
         half = quads.shape[2] // 2
         quads = quads[:, :, :half] | (quads[:, :, half:] << np.uint8(4))
-    parts = [
-        quads,
-        np.ascontiguousarray(scales.reshape(groups, LANES, blocks).transpose(0, 2, 1)).view(np.uint8),
-        zeros.reshape(groups, LANES, blocks).transpose(0, 2, 1),
-    ]
-    return np.concatenate(parts, axis=2)
+        assert weight.minus is not None
+        facts = [grouped(weight.scales, np.float16), grouped(weight.minus, np.float16)]
+    return np.concatenate([quads, *facts], axis=2)
 
 
 def gated_matrix(gate: NDArray[np.uint8], up: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -145,15 +156,20 @@ def _product(bits: int) -> Any:
                 for row in range(rows):
                     four = code.load(code.at(x, code.times(x_row, row), code.times(block, BLOCK), quad * 4), I32)
                     dots[row] = code.dot(dots[row], weight, code.splat(four))
-            scale = code.load(code.at(here, weights))
-            zero = b.uitofp(code.load(code.at(here, weights + BYTES), BYTE_LANES), VECTOR)
+            if bits == 8:
+                scale = code.load(code.at(here, weights))
+                zero = b.uitofp(code.load(code.at(here, weights + BYTES), BYTE_LANES), VECTOR)
+            else:
+                scale, minus = (code.halves(code.at(here, weights + part * 2 * LANES)) for part in range(2))
             new = []
             for row in range(rows):
                 fact = code.at(facts, code.times(facts_row, row), code.times(block, 8))
-                less = code.splat(code.load(code.at(fact, 4), FLOAT))
-                exact = code.fma(zero, less, b.sitofp(dots[row], VECTOR))
-                both_scales = b.fmul(scale, code.splat(code.load(fact, FLOAT)))
-                new.append(code.fma(both_scales, exact, sums[row]))
+                own, less = (code.splat(code.load(code.at(fact, part), FLOAT)) for part in (0, 4))
+                dot = b.sitofp(dots[row], VECTOR)
+                if bits == 8:
+                    new.append(code.fma(b.fmul(scale, own), code.fma(zero, less, dot), sums[row]))
+                else:
+                    new.append(code.fma(own, code.fma(minus, less, b.fmul(scale, dot)), sums[row]))
             return new
 
         sums = code.loop(blocks, [code.floats(0.0)] * rows, add)
@@ -215,7 +231,7 @@ def _multiply(state: Int64Array, item: int) -> None:
     rows, columns, bits, count = state[ROWS], state[COLUMNS], state[BITS], state[_COUNT]
     blocks = (columns + BLOCK - 1) // BLOCK
     facts = state[WORKSPACE] + CHUNK * blocks * BLOCK
-    size = blocks * (BLOCK * LANES * bits // 8 + 5 * LANES)
+    size = blocks * (RECORD_8 if bits == 8 else RECORD_4)
     gated = state[GATED]
     made = _stack()
     groups = (rows + LANES - 1) // LANES
@@ -310,7 +326,7 @@ def _compute(state: Int64Array, context: int) -> Any:
 
 @jit
 def _embed(state: Int64Array, context: int) -> Any:
-    found, columns, bits = np.zeros(4, np.int64), state[COLUMNS], state[BITS]
+    found, columns = np.zeros(4, np.int64), state[COLUMNS]
     failed = _inputs(state, context, 2, found)
     if failed != 0:
         return failed
@@ -320,30 +336,23 @@ def _embed(state: Int64Array, context: int) -> Any:
         return failed
     ids = carray(pointer(state[_X]), (width,), np.int64)
     out = carray(pointer(found[0]), (width, columns), np.float32)
-    blocks, weights = (columns + BLOCK - 1) // BLOCK, BLOCK * LANES * bits // 8
-    size = weights + 5 * LANES
+    blocks, weights = (columns + BLOCK - 1) // BLOCK, BLOCK * LANES
     for index in range(width):
         group, lane = ids[index] // LANES, ids[index] % LANES
         for block in range(blocks):
-            at = state[_MATRIX] + (group * blocks + block) * size
-            record = carray(pointer(at), (size,), np.uint8)
+            at = state[_MATRIX] + (group * blocks + block) * RECORD_8
+            record = carray(pointer(at), (RECORD_8,), np.uint8)
             scale = carray(pointer(at + weights), (LANES,), np.float32)[lane]
             zero = np.float32(record[weights + 4 * LANES + lane])
             for column in range(block * BLOCK, min(columns, (block + 1) * BLOCK)):
-                quad, place = column % BLOCK // 4, lane * 4 + column % 4
-                if bits == 8:
-                    number = record[quad * BYTES + place]
-                elif quad < QUADS // 2:
-                    number = record[quad * BYTES + place] & 15
-                else:
-                    number = record[(quad - QUADS // 2) * BYTES + place] >> 4
+                number = record[column % BLOCK // 4 * BYTES + lane * 4 + column % 4]
                 out[index, column] = (np.float32(number) - zero) * scale
     return 0
 
 
 @callback("voidptr(voidptr, voidptr)")
 def embed(state, context):  # type: ignore[no-untyped-def]
-    """KernelComputeV2 of the operator that takes rows of a matrix."""
+    """KernelComputeV2 of the operator that takes rows of a matrix of 8 bits."""
     return pointer(_embed(carray(state, (STATE_SIZE,), np.int64), address(context)))
 
 

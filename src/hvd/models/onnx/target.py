@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvd.errors import ConfigError
+from hvd.jit import compiled
+from hvd.models.onnx import attention_kernel, linear_kernel
 from hvd.models.onnx.api import Binding
 from hvd.models.onnx.attention import Attention, OnnxKVCache
 from hvd.models.onnx.cache import ROPE_FILE, Converted
@@ -36,6 +38,11 @@ SLACK = 1
 """Dummies that a pass may have."""
 MAX_WIDTH = 256
 """Wider spans are computed in pieces: they gain nothing, and activations would take ever more memory."""
+
+
+def kernels_are_compiled() -> bool:
+    """Whether an earlier process left the compiled kernels, so that opening a target takes no time for that."""
+    return compiled(attention_kernel._compute) and (not PACKED or compiled(linear_kernel._compute))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

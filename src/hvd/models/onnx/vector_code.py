@@ -57,6 +57,10 @@ class Code:
         """A value of that kind in memory, wherever it lies."""
         return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=1)
 
+    def halves(self, address: Any) -> Any:
+        """A vector of float16 in memory, as floats."""
+        return self.b.fpext(self.load(address, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
+
     def store(self, value: Any, address: Any) -> None:
         """Write a value to memory, wherever it lies."""
         self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()), align=1)

@@ -1,22 +1,23 @@
-"""Weights in 4 or 8 bits, laid out for ONNX Runtime's MatMulNBits and GatherBlockQuantized.
+"""Weights in 4 or 8 bits, in blocks of 32 with a scale each.
 
-A row of K weights is cut into blocks of 32. Weight i of a block is `(q[i] - zero_point) * scale`, with q and the
-zero point unsigned integers of `bits` bits and one float32 scale a block. (Float zero points exist, but run 20 times
-slower.)
+A row of K weights is cut into blocks of 32. Weight i of a block is `(q[i] - zero_point) * scale`, with q and the zero
+point unsigned integers of `bits` bits, or `q[i] * scale - minus` with a float. ONNX Runtime's MatMulNBits takes the
+first form alone (float zero points exist there, but run 20 times slower), `linear_kernel` both.
 
-GGUF's Q4_0 and Q8_0 blocks are of this form and carry over exactly. All other blocks, Q4_1 and the K-quants included
-(their offset is a float), are dequantized and rounded anew; `quantize` looks for the scale and zero point of least
-squared error instead of taking the block's extremes.
+GGUF's Q4_0 and Q8_0 are of the first form, Q4_1 and Q4_K of the second, and carry over. All others are dequantized and
+rounded anew; `quantize` looks for the scale and zero point of least squared error instead of taking the block's
+extremes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import njit, prange
 from numpy.typing import NDArray
 
+from hvd.errors import CheckpointError
 from hvd.types import Float32Array
 
 UInt8Array = NDArray[np.uint8]
@@ -33,6 +34,7 @@ class BlockWeight:
     blocks   uint8 [N, B, 32 * bits / 8], two 4-bit weights a byte, the first in the low half
     scales   float32 [N, B]
     zeros    uint8 [N, ceil(B * bits / 8)], packed like the weights
+    minus    float32 [N, B], for the second form; zeros are 0 there
     columns  K
     exact    True when the blocks are those of the checkpoint, not rounded anew
     """
@@ -43,19 +45,36 @@ class BlockWeight:
     zeros: UInt8Array
     columns: int
     exact: bool = False
+    minus: Float32Array | None = None
 
     @property
     def rows(self) -> int:
         """N."""
         return int(self.blocks.shape[0])
 
+    def zero_points(self) -> Float32Array:
+        """float32 [N, B]."""
+        return unpack(self.zeros, self.bits)[:, : self.scales.shape[1]].astype(np.float32)
+
+    def in_halves(self) -> BlockWeight:
+        """The second form with scales and minus in float16, as records of 4 bits hold them; what GGUF's Q4_0 and Q4_1
+        have is in float16 already. CheckpointError where that is too small for a scale."""
+        minus = self.zero_points() * self.scales if self.minus is None else self.minus
+        with np.errstate(over="ignore"):
+            halves = [part.astype(np.float16).astype(np.float32) for part in (self.scales, minus)]
+        if not all(np.isfinite(part).all() for part in halves):
+            raise CheckpointError("weights are too large for 4 bits; take 'int8'")
+        return replace(self, scales=halves[0], minus=halves[1], zeros=np.zeros_like(self.zeros))
+
     def dequantized(self) -> Float32Array:
-        """float32 [N, K], the matrix that the runtime multiplies with."""
-        count = self.scales.shape[1]
-        zeros = unpack(self.zeros, self.bits)[:, :count].astype(np.float32)
+        """float32 [N, K], the matrix that is multiplied with."""
         values = unpack(self.blocks, self.bits).astype(np.float32)
-        values -= zeros[:, :, None]
-        values *= self.scales[:, :, None]
+        if self.minus is None:
+            values -= self.zero_points()[:, :, None]
+            values *= self.scales[:, :, None]
+        else:
+            values *= self.scales[:, :, None]
+            values -= self.minus[:, :, None]
         return values.reshape(self.rows, -1)[:, : self.columns]
 
 
@@ -97,20 +116,46 @@ def quantize(weight: Float32Array, bits: int) -> BlockWeight:
 def carry_over(raw: UInt8Array, kind: str, rows: int, columns: int) -> BlockWeight | None:
     """GGUF blocks as they are, or None where they are not of this form.
 
-    raw    the tensor's bytes: for each block a float16 scale, then 16 (Q4_0) or 32 (Q8_0) bytes
+    raw    the tensor's bytes, block by block: Q4_0, Q8_0: a float16 scale, then the weights. Q4_1: scale and minimum in
+           float16, then the weights. Q4_K: eight of our blocks with a float16 scale of their 6-bit scales, another one
+           of their 6-bit minima, those in 12 bytes, then the weights
     kind   GGUF's name of the block type
     """
-    if kind not in ("Q4_0", "Q8_0") or columns % BLOCK:
+    if kind not in ("Q4_0", "Q4_1", "Q4_K", "Q8_0") or columns % (256 if kind == "Q4_K" else BLOCK):
         return None
-    blocks = raw.reshape(rows, columns // BLOCK, -1)
-    scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
-    data = blocks[..., 2:]
+    blocks = raw.reshape(rows, columns // (256 if kind == "Q4_K" else BLOCK), -1)
+    scales, minus, bits = _half(blocks, 0), None, 4
+    zero = 8
     if kind == "Q8_0":  # signed bytes
-        bits, values = 8, np.bitwise_xor(data, np.uint8(128))
+        bits, zero, values = 8, 128, np.bitwise_xor(blocks[..., 2:], np.uint8(128))
+    elif kind == "Q4_K":
+        parts, minima = _six_bits(blocks[..., 4:16])
+        minus, scales = (_half(blocks, 2) * minima).reshape(rows, -1), (scales * parts).reshape(rows, -1)
+        data = blocks[..., 16:].reshape(rows, -1, 1, BLOCK)  # low halves are one block, high halves the next
+        values = np.concatenate([data & 15, data >> 4], axis=-2).reshape(rows, -1, BLOCK)
     else:  # the low halves are weights 0..15, the high ones 16..31
-        bits, values = 4, pack(np.concatenate([data & 15, data >> 4], axis=-1), 4)
-    zeros = np.full(scales.shape, 1 << (bits - 1), np.uint8)
-    return BlockWeight(bits, np.ascontiguousarray(values), scales, pack(zeros, bits), columns, exact=True)
+        data = blocks[..., 4:] if kind == "Q4_1" else blocks[..., 2:]
+        values = np.concatenate([data & 15, data >> 4], axis=-1)
+        if kind == "Q4_1":
+            minus = -_half(blocks, 2)[..., 0]
+    if kind != "Q4_K":
+        scales = scales[..., 0]
+    zeros = np.full(scales.shape, zero if minus is None else 0, np.uint8)
+    packed = np.ascontiguousarray(pack(values, bits))
+    return BlockWeight(bits, packed, np.ascontiguousarray(scales), pack(zeros, bits), columns, True, minus)
+
+
+def _half(blocks: UInt8Array, start: int) -> Float32Array:
+    """A float16 of each block [.., bytes], as float32 [.., 1]."""
+    return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16).astype(np.float32)
+
+
+def _six_bits(packed: UInt8Array) -> tuple[Float32Array, Float32Array]:
+    """Eight scales and eight minima of 6 bits in 12 bytes [.., 12], float32 [.., 8] each (gguf-py, quants.py)."""
+    first, second, both = np.moveaxis(packed.reshape(*packed.shape[:-1], 3, 4), -2, 0)
+    scales = np.concatenate([first & 0x3F, (both & 0x0F) | ((first >> 2) & 0x30)], axis=-1)
+    minima = np.concatenate([second & 0x3F, (both >> 4) | ((second >> 2) & 0x30)], axis=-1)
+    return scales.astype(np.float32), minima.astype(np.float32)
 
 
 SHRINKS = np.array([1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8], np.float32)
