@@ -49,11 +49,11 @@ def callback(signature: str) -> Callable[[Callable[..., Any]], Callback]:
 
 
 def compiled(kernel: Callable[..., Any]) -> bool:
-    """Whether an earlier process left compiled code of this kernel that is no older than its file."""
+    """Whether an earlier process left compiled code of this kernel. It may be of another version of the file, whose
+    contents Numba compares when it loads it."""
     dispatcher = cast(Any, kernel)
-    folder = dispatcher.stats.cache_path
+    folder, function = dispatcher.stats.cache_path, dispatcher.py_func
     if folder is None:
         return False
-    source = Path(dispatcher.py_func.__code__.co_filename)
-    kept = Path(folder).glob(f"{source.stem}.{dispatcher.py_func.__qualname__}-*.nbi")
-    return any(path.stat().st_mtime >= source.stat().st_mtime for path in kept)
+    name = f"{Path(function.__code__.co_filename).stem}.{function.__qualname__}-{function.__code__.co_firstlineno}"
+    return any(Path(folder).glob(f"{name}.*.nbi"))
