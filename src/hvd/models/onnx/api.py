@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd.errors import HVDError
 from hvd.jit import callback
 
 API_VERSION = 22
@@ -67,7 +68,7 @@ def nothing(kernel):  # type: ignore[no-untyped-def]
     """An operator's KernelDestroy: its arrays are Python's."""
 
 
-class OnnxRuntimeError(Exception):
+class OnnxRuntimeError(HVDError):
     """What the runtime said."""
 
 
