@@ -22,22 +22,20 @@ class Example:
 
 def _cpu_small() -> CostModel:
     """benchmarks/results/engine-smollm2.json, "hvd int8", least of the repeats."""
-    milliseconds = [[8.93, 10.08, 12.93, 18.63, 29.41], [22.78, 24.42, 30.75, 41.49, 65.95]]
-    return _measured((512, 4096), (2, 4, 8, 16, 32), milliseconds, min_width=2)
+    milliseconds = [[3.43, 4.18, 5.28, 8.42, 14.19, 22.1], [8.81, 9.46, 10.76, 15.66, 25.95, 43.47]]
+    return _measured((512, 4096), (1, 2, 4, 8, 16, 32), milliseconds)
 
 
 def _cpu_half() -> CostModel:
     """`hvd profile --quick` of Qwen2.5-Coder-0.5B-Instruct.Q4_K_M (int8), the machine of engine-smollm2.json."""
-    milliseconds = [[19.4, 21.3, 27.5, 41.2, 68.3], [20.0, 22.3, 28.6, 42.1, 71.7]]
-    return _measured((32, 256), (2, 4, 8, 16, 32), milliseconds, min_width=2)
+    milliseconds = [[9.40, 10.70, 13.19, 16.47, 30.17, 46.90], [9.52, 10.86, 13.77, 17.39, 31.22, 48.82]]
+    return _measured((32, 256), (1, 2, 4, 8, 16, 32), milliseconds)
 
 
-def _measured(
-    contexts: tuple[int, ...], widths: tuple[int, ...], milliseconds: list[list[float]], min_width: int
-) -> CostModel:
+def _measured(contexts: tuple[int, ...], widths: tuple[int, ...], milliseconds: list[list[float]]) -> CostModel:
     seconds = np.array(milliseconds) / 1e3
     head = Surface((1, 8), (0,), seconds[:1, :1] * np.array([[0.25, 2.0]]))
-    return CostModel(Surface(widths, contexts, seconds), eagle3=head, min_width=min_width, shared_passes=False)
+    return CostModel(Surface(widths, contexts, seconds), eagle3=head)
 
 
 def _gpu(billions: float, kv_bytes: int, bandwidth: float, teraflops: float) -> CostModel:
