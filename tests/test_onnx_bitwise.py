@@ -80,13 +80,13 @@ class Reference:
 
 
 def check_widths(reference: Reference, starts: int) -> None:
-    """Every width at several places, among them right before, at and behind the edge of an attention block."""
+    """Every width at several places, among them right before, at and behind the edge of a block of keys or a span."""
     rng = np.random.default_rng(5)
     length = len(reference.text)
     for width in WIDTHS:
         if width > length:
             continue
-        edges = [edge + shift - width for edge in (64, 128, 512) for shift in (-1, 0, 1)]
+        edges = [edge + shift - width for edge in (16, 64, 256, 512) for shift in (-1, 0, 1)]
         anywhere = rng.integers(0, length - width + 1, starts).tolist()
         chosen = rng.permutation([edge for edge in edges if 0 <= edge <= length - width])[:2].tolist()
         for start in [0, *anywhere, *chosen]:

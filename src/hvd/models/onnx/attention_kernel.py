@@ -12,7 +12,6 @@ are computed TILE at a time, in vector registers; that decides how fast it goes,
 Layout of the cache (`store` float32 [2 * layers, kv_heads, capacity, D], capacity a multiple of CAPACITY_STEP):
 values as they are; keys in blocks of LANES positions, [capacity / LANES, D, LANES], so that a vector register holds
 one feature of neighbouring positions.
-
 """
 
 from __future__ import annotations
@@ -77,56 +76,30 @@ _QUERY, _KEY, _VALUE, _QUERY_ROW, _KEY_ROW, _VALUE_ROW, _OUT, _LAYER, _FIRST, _C
 STATE_SIZE = 36
 
 
-def _scores(tile: int) -> Any:
-    """(rows, q, q's bytes a row, k, out, out's bytes a row, D): out[r, p] = sum over d of q[r, d] * k[p, d], for up to
-    TILE rows and `tile` blocks of keys."""
-
-    def body(code: Code, rows: Any, *rest: Any) -> None:
-        code.cases(rows, TILE, lambda count: of_rows(code, count, *rest))
-
-    def of_rows(code: Code, rows: int, q: Any, q_row: Any, k: Any, out: Any, out_row: Any, dim: Any) -> None:
-        block = code.times(dim, BYTES)
-
-        def add(d: Any, sums: list[Any]) -> list[Any]:
-            keys = [code.load(code.at(k, code.times(block, t), code.times(d, BYTES))) for t in range(tile)]
-            new = []
-            for row in range(rows):
-                here = code.at(q, code.times(q_row, row), code.times(d, 4))
-                query = code.splat(code.load(here, FLOAT))
-                new += [code.fma(query, key, sums[row * tile + t]) for t, key in enumerate(keys)]
-            return new
-
-        sums = code.loop(dim, [code.floats(0.0)] * (rows * tile), add)
-        for index, value in enumerate(sums):
-            code.store(value, code.at(out, code.times(out_row, index // tile), index % tile * BYTES))
-
-    return vector_function(7, body)
-
-
-def _mix(tile: int) -> Any:
-    """(rows, p, p's bytes a row, v, v's bytes a row, out, out's bytes a row, n): out[r, d] = sum over j < n of
-    p[r, j] * v[j, d], for up to TILE rows and `tile` vectors of features."""
+def _sums(tile: int) -> Any:
+    """(rows, a, its bytes a row, b, its bytes a step, its bytes a vector, out, its bytes a row, n): for up to TILE rows
+    and `tile` vectors, out[row, t] = sum over i < n, in order, of a[row, i] * b[i, t]."""
 
     def body(code: Code, rows: Any, *rest: Any) -> None:
         code.cases(rows, TILE, lambda count: of_rows(code, count, *rest))
 
     def of_rows(
-        code: Code, rows: int, p: Any, p_row: Any, v: Any, v_row: Any, out: Any, out_row: Any, count: Any
+        code: Code, rows: int, a: Any, a_row: Any, b: Any, step: Any, apart: Any, out: Any, out_row: Any, count: Any
     ) -> None:
-        def add(j: Any, sums: list[Any]) -> list[Any]:
-            values = [code.load(code.at(v, code.b.mul(v_row, j), t * BYTES)) for t in range(tile)]
+        def add(i: Any, sums: list[Any]) -> list[Any]:
+            here = code.at(b, code.b.mul(step, i))
+            vectors = [code.load(code.at(here, code.times(apart, t))) for t in range(tile)]
             new = []
             for row in range(rows):
-                here = code.at(p, code.times(p_row, row), code.times(j, 4))
-                share = code.splat(code.load(here, FLOAT))
-                new += [code.fma(share, value, sums[row * tile + t]) for t, value in enumerate(values)]
+                factor = code.splat(code.load(code.at(a, code.times(a_row, row), code.times(i, 4)), FLOAT))
+                new += [code.fma(factor, vector, sums[row * tile + t]) for t, vector in enumerate(vectors)]
             return new
 
         sums = code.loop(count, [code.floats(0.0)] * (rows * tile), add)
         for index, value in enumerate(sums):
             code.store(value, code.at(out, code.times(out_row, index // tile), index % tile * BYTES))
 
-    return vector_function(8, body)
+    return vector_function(9, body)
 
 
 def _exponentials(code: Code, scores: Any, vectors: Any, valid: Any, facts: Any) -> None:
@@ -160,7 +133,7 @@ def _exponentials(code: Code, scores: Any, vectors: Any, valid: Any, facts: Any)
 
 
 _exponentials_of = vector_function(4, _exponentials)
-_scores_of, _mix_of, _mix_one = _scores(KEYS_TILE), _mix(MIX_TILE), _mix(1)
+_scores, _mix, _mix_one = _sums(KEYS_TILE), _sums(MIX_TILE), _sums(1)
 _call_2, _call_3, _call_5 = outside(2), outside(3), outside(5)
 _stack = room(TILE * SPAN)
 
@@ -242,8 +215,8 @@ def _attend(state: Int64Array, item: int) -> None:
         steps = (most + LANES * KEYS_TILE - 1) // (LANES * KEYS_TILE)
         for step in range(steps):
             block = step * LANES * KEYS_TILE
-            at = scores + block * 4
-            _scores_of(count, queries + row * dim * 4, dim * 4, keys + block * dim * 4, at, SPAN * 4, dim)
+            at, rows_at = scores + block * 4, queries + row * dim * 4
+            _scores(count, rows_at, dim * 4, keys + block * dim * 4, BYTES, BYTES * dim, at, SPAN * 4, dim)
         if state[MASK] != 0:
             _hide(state, first, row, count, start, most, scores)
         for member in range(count):
@@ -252,10 +225,10 @@ def _attend(state: Int64Array, item: int) -> None:
         into = made + row * dim * 4
         for part in range(wide):
             at = part * BYTES * MIX_TILE
-            _mix_of(count, scores, SPAN * 4, values + at, dim * 4, into + at, dim * 4, most)
+            _mix(count, scores, SPAN * 4, values + at, dim * 4, BYTES, into + at, dim * 4, most)
         for part in range(wide * MIX_TILE, dim // LANES):
             at = part * BYTES
-            _mix_one(count, scores, SPAN * 4, values + at, dim * 4, into + at, dim * 4, most)
+            _mix_one(count, scores, SPAN * 4, values + at, dim * 4, BYTES, into + at, dim * 4, most)
         row += count
 
 
@@ -301,7 +274,7 @@ def _combine(state: Int64Array, token: int) -> None:
             out_at = out + (head * group + member) * dim * 4
             for part in range(dim // LANES):
                 at = part * BYTES
-                _mix_one(1, share_at, 0, made_at + at, rows * dim * 4, out_at + at, 0, own)
+                _mix_one(1, share_at, 0, made_at + at, rows * dim * 4, BYTES, out_at + at, 0, own)
 
 
 @callback("void(voidptr, uintp)")

@@ -5,6 +5,8 @@
         rope.npy                     cosines and sines of all positions
         config.json                  shape of the model, what was done to its weights, sizes of the other files
 
+The name ends in "r" where matrices are laid out for the runtime's products, because the processor can't do ours.
+
 The tokenizer stays with the checkpoint: it, the template and the end-of-sequence ids may change while the weights stay.
 
 A directory is written under a temporary name, flushed to disk and renamed, so one that bears the final name is whole;

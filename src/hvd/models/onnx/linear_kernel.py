@@ -1,7 +1,7 @@
 """Products with matrices of 4 or 8 bits on a CPU: operators for ONNX Runtime, compiled by Numba.
 
 The runtime's own (`MatMulNBits`) is made for one row, or for many: a pass of eight tokens costs it more than twice that
-of one, where reading the weights is what takes the time. Here up to eight rows are multiplied while a weight is in a
+of one, where reading the weights is what takes the time. Here up to TILE rows are multiplied while a weight is in a
 register, so that verifying a draft costs little more than plain decoding. **Every row is computed alike**, whatever
 stands beside it: the bits of its result depend on it alone.
 
