@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hvd.config import SamplingParams, SuffixConfig
 from hvd.engine.llm import LLM
+from hvd.errors import ModelError, UnsupportedModelError
 from hvd.models.loader import load_target
 from hvd.models.target import Span, Target
-from hvd.testing import FakeTarget, ScriptedHead
+from hvd.testing import FakeKVCache, FakeTarget, ScriptedHead
 from hvd.tokenizer import Tokenizer
 from hvd.types import Arm, Draft
 from hvd.verify.sampler import raw_logprobs
@@ -30,6 +32,23 @@ PENALTIES = {
 @pytest.fixture(scope="module")
 def real(smollm2: object) -> tuple[Target, Tokenizer]:
     return load_target(str(smollm2), backend="onnx", weights="int4")
+
+
+@pytest.mark.parametrize("kind", ["MambaConfig", "Mamba2Config", "FalconMambaConfig", "JambaConfig", "Zamba2Config"])
+def test_k3_02_a_model_whose_state_cannot_be_cut_back_is_refused(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    getattr(transformers, kind)().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"is a (state-space or hybrid model|mixture of experts)"):
+        load_target(tmp_path)
+
+
+def test_k3_02_a_cache_that_does_not_crop_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault injection: `keep` leaves rejected tokens where they are and says nothing."""
+    keep = FakeKVCache.keep
+    monkeypatch.setattr(FakeKVCache, "keep", lambda cache, path: keep(cache, range(cache.pending)))
+    llm = make_llm(FakeTarget(), policy="cache")
+    with pytest.raises(ModelError, match="can't drop rejected tokens"):
+        llm.generate([PROMPT * 4], SamplingParams(max_tokens=64))
 
 
 @pytest.mark.model

@@ -22,7 +22,7 @@ from hvd.drafters.base import Drafter
 from hvd.drafters.suffix import SuffixDrafter
 from hvd.engine.clock import Clock
 from hvd.engine.request import Request
-from hvd.errors import ConfigError
+from hvd.errors import ConfigError, ModelError
 from hvd.models.target import Span, SpanOutput, Target
 from hvd.payoff.cost import CostModel
 from hvd.payoff.explanation import Explanation, explain
@@ -329,7 +329,10 @@ class Engine:
         accepted = len(walked.tokens) - 1
         kept = [0, *(node + 1 for node in walked.path[:accepted])]
         request.credit(draft, accepted)
+        end = request.cache.length + len(kept)
         request.cache.keep(kept)
+        if request.cache.length != end:  # a state that can't be cut back would corrupt the text without a word
+            raise ModelError(f"the KV cache of {self.target.spec.name} can't drop rejected tokens; use policy 'plain'")
         self._observe(request, None if output.hidden is None else output.hidden[kept])
         offered = len(cycle.situation.cache) if cycle.situation.cache is not None else 0
         drafted = len(draft) if draft is not None else 0
